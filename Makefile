@@ -1,0 +1,71 @@
+# Every target makes its own .venv on first use; nothing but python3.11 (or a newer python3), pip and a C
+# compiler need to be there. `make demo` and `make test` are the two to begin with.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export PYTHONWARNINGS := ignore::UserWarning:setuptools
+unexport PYTHONPATH
+
+.PHONY: help setup hooks lab demo test test-slow docs refresh outputs clean
+
+help:
+	@echo 'make demo       find a key in 32,768 tokens with the model in the package'
+	@echo 'make test       every check: notebooks, tests, site, wheel'
+	@echo 'make test-slow  the cells and tests that are marked slow'
+	@echo 'make docs       build the site into _docs (no Quarto needed)'
+	@echo 'make lab        open the notebooks in JupyterLab'
+	@echo 'make refresh    run the notebooks and save their outputs in place (NB="nbs/04_ring.ipynb ..." for some)'
+	@echo 'make outputs    are the saved outputs what the code gives today?'
+	@echo 'make setup      the environment alone, in .venv'
+	@echo 'make hooks      git and Jupyter hooks that keep notebooks clean (writes to the home directory)'
+	@echo 'make clean      remove what the targets wrote, but for .venv'
+
+$(STAMP): settings.ini setup.py constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo 'Python 3.11 or newer is needed: python3 is not on the PATH'; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}; try make PYTHON=/path/to/python3.11")'
+	@echo "installing into $(VENV) (a few minutes on first use)"
+	@[ -x $(BIN)/python ] && $(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(VENV) 2>/dev/null \
+	  || { rm -rf $(VENV); "$(PYTHON)" -m venv --without-pip $(VENV) && "$(PYTHON)" -m pip --python $(BIN)/python install -q pip; }
+	@$(PIP) install -q -c constraints.txt torch
+	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP)
+
+hooks: $(STAMP)
+	$(BIN)/nbdev_install_hooks
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab nbs
+
+demo: $(STAMP)
+	@mkdir -p results-demo
+	$(BIN)/gptoss-lite passkey --context-lengths 4096 8192 16384 32768 --n-trials 5 --position spread \
+	  --json results-demo/passkey.json --plot results-demo/passkey.png
+
+test: $(STAMP)
+	@$(BIN)/python .ci/checks.py
+
+test-slow: $(STAMP)
+	@$(BIN)/python .ci/checks.py --slow
+
+docs: $(STAMP)
+	@$(BIN)/python .ci/site.py
+
+NB ?=
+refresh: $(STAMP)
+	@$(BIN)/python .ci/notebooks.py refresh $(NB)
+
+outputs: $(STAMP)
+	@$(BIN)/python .ci/notebooks.py current $(NB)
+
+clean:
+	rm -rf _docs _proc build dist *.egg-info results-demo .pytest_cache .hypothesis nbs/nbdev.yml
+	find gptoss_lite tests .ci nbs -name __pycache__ -prune -exec rm -rf {} +
