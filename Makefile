@@ -10,7 +10,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-export PYTHONWARNINGS := ignore::UserWarning:setuptools
 unexport PYTHONPATH
 
 .PHONY: help setup hooks lab demo test test-slow docs refresh outputs clean
