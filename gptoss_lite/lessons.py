@@ -27,6 +27,8 @@ def test_tensor(
     "Raise `AssertionError` unless `a` and `b` agree in shape, number type, device and, within the slack, in value"
     torch.testing.assert_close(a, b, atol=atol, rtol=rtol, **kwargs)
 
+test_tensor.__test__ = False # a tool, not a test: pytest must not collect it where it is imported
+
 # %% ../nbs/00a_lessons.ipynb #c021
 @contextmanager
 def expect_fail(
@@ -39,7 +41,7 @@ def expect_fail(
         text = " ".join(str(e).split())
         if match and not re.search(match, text):
             raise AssertionError(f"{type(e).__name__} was raised, but {match!r} is not in its message: {text}") from e
-        text = text if len(text) < 240 else text[:239] + "…"
+        text = text if len(text) < 180 else text[:179] + "…"
         print(f"{type(e).__name__}, as it should: {text}" if text else f"{type(e).__name__}, as it should")
     else: raise AssertionError(f"the block passed, but it should have raised {exc}")
 
