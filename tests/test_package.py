@@ -274,3 +274,24 @@ def test_saved_outputs_are_refreshed_and_compared(tmp_path):
     assert gate(tmp_path, mode="current")[0] == 0
     fn.write_text(fn.read_text().replace("print('seven')", "z = 3"))  # a cell that has fallen silent
     assert gate(tmp_path, mode="current")[0] == 1
+
+
+# ---- the publisher's places and the README ---------------------------------------------------------------------
+
+def test_the_addresses_agree():
+    import yaml
+    cfg, site = settings(), yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
+    url = cfg["git_url"]
+    assert [e["href"] for e in site["website"]["navbar"]["right"]] == [url], "set user in settings.ini, href in _quarto.yml"
+
+def test_placeholders_stand_only_where_contributing_says():
+    url = "github.com/" + "USER/"
+    named = [n for n, text in committed() if url in text or re.search(r"^(user = USER|author = AUTHOR)$", text, re.M)]
+    assert set(named) <= {"settings.ini", "_quarto.yml", "gptoss_lite/_modidx.py"}, named
+
+def readme_blocks():
+    return re.findall(r"^```python\n(.*?)^```", (ROOT/"README.md").read_text(encoding="utf-8"), re.M | re.S)
+
+@pytest.mark.parametrize("i", range(len(readme_blocks())))
+def test_the_code_of_the_readme_runs(i):
+    assert python(readme_blocks()[i])
