@@ -48,6 +48,7 @@ def _buffer(self:MixedKVCache,
     buf = self.buffers.get(layer_idx)
     if buf is None:
         buf = RingBuffer(window) if is_windowed else GrowingBuffer(self.max_tokens)
+        if not is_windowed: buf.reserve(self._reserved)
         other = next(iter(self.buffers.values()), None)  # all layers share batch size, dtype and device
         check_kv(k_rot, v)
         for what, get in (("batch size", lambda x: x.shape[0]), ("dtype", lambda x: x.dtype), ("device", lambda x: x.device)):
@@ -76,7 +77,7 @@ def append(self:MixedKVCache,
 )->None:
     "Store `k_rot`, `v` in the layer's buffer"
     buf = self._buffer(layer_idx, k_rot, v, is_windowed, window)
-    buf.append(k_rot, v, **({} if is_windowed else {"reserve": self._reserved}))
+    buf.append(k_rot, v)
     self.buffers[layer_idx] = buf
 
 @patch
@@ -89,7 +90,7 @@ def update(self:MixedKVCache,
 )->tuple[Tensor,Tensor]: # `(B, Hkv, S, D)`; for one token in no promised order, for more oldest first
     "Store `k_rot`, `v` and return the keys and values that their queries may see"
     buf = self._buffer(layer_idx, k_rot, v, is_windowed, window)
-    seen = buf.update(k_rot, v, **({} if is_windowed else {"reserve": self._reserved}))
+    seen = buf.update(k_rot, v)
     self.buffers[layer_idx] = buf
     return seen
 
