@@ -78,7 +78,7 @@ def _check_types(cfg):
 # %% ../nbs/00_config.ipynb #c015
 def _check_ranges(cfg):
     for n in SIZES.split(): _check(getattr(cfg, n) >= 1, n, getattr(cfg, n), "at least 1", "give a larger number")
-    _check(cfg.n_shared_experts >= 0, "n_shared_experts", cfg.n_shared_experts, "at least 0", "0 means no shared expert")
+    _check(cfg.n_shared_experts >= 0, "n_shared_experts", cfg.n_shared_experts, "at least 0", "0 means none")
     for n in NUMBERS.split():
         v = getattr(cfg, n)
         _check(isfinite(v) and v > 0, n, v, "finite and above 0", "give a positive number")
@@ -105,7 +105,8 @@ def _check_layer_types(cfg):
         raise TypeError(f"layer_types={kinds!r}: must be a list with one name per layer, not {type(kinds).__name__}; "
                         "pass a list, or None to alternate")
     object.__setattr__(cfg, "layer_types", tuple(kinds)) # the one write to a frozen object
-    _check(len(kinds) == cfg.n_layers, "layer_types", kinds, f"n_layers={cfg.n_layers} names long", "name every layer once")
+    _check(len(kinds) == cfg.n_layers, "layer_types", kinds, f"n_layers={cfg.n_layers} names long",
+           "name every layer once")
     for kind in kinds: _check(kind in LAYER_TYPES, "layer_types", kind, f"one of {LAYER_TYPES}", "check the spelling")
 
 # %% ../nbs/00_config.ipynb #c028

@@ -71,12 +71,13 @@ def decode_parts(
     dtype:torch.dtype=torch.bfloat16, # Of weights and cache
 )->dict[str,Cost]: # By part of the model, over all layers
     "What one decode step of one sequence costs: each active weight and each visible key and value is read once"
+    per_token = kv_bytes_per_token(cfg, dtype) # refuses what is no number type
     weights = {"head": cfg.vocab_size*cfg.d_model, **parameter_groups(cfg, active=True)}
     del weights["embedding"] # one row of it is read; the head reads it all, or has its own
     parts = {name: Cost(2*n, dtype.itemsize*n) for name, n in weights.items()}
     for kind, n in (("windowed", cfg.n_windowed), ("global", cfg.n_global)):
         nbytes = n*kv_cache_bytes(cfg.replace(n_layers=1, layer_types=[kind]), T, dtype=dtype)
-        parts[f"{kind} cache"] = Cost(4*cfg.n_heads*cfg.head_dim*nbytes//kv_bytes_per_token(cfg, dtype), nbytes)
+        parts[f"{kind} cache"] = Cost(4*cfg.n_heads*cfg.head_dim*nbytes//per_token, nbytes)
     return parts
 
 def decode_cost(
@@ -106,7 +107,8 @@ def tokens_per_second(
 def layer_matrix_flops(cfg:ModelConfig)->int: # FLOP per token
     "What a token's projections and experts cost in one layer; the router's share, a two-thousandth, is left out"
     C, HD = cfg.d_model, cfg.n_heads*cfg.head_dim
-    return 2*(2*C*HD + C*2*cfg.n_kv_heads*cfg.head_dim + (cfg.n_activated_experts + cfg.n_shared_experts)*3*C*cfg.ffn_dim)
+    experts = cfg.n_activated_experts + cfg.n_shared_experts
+    return 2*(2*C*HD + C*2*cfg.n_kv_heads*cfg.head_dim + experts*3*C*cfg.ffn_dim)
 
 def prefill_attention_flops(
     cfg:ModelConfig,
@@ -132,10 +134,12 @@ def best_seconds(
 
 def measure_this_machine(
     device:str|torch.device|None=None, # By default the GPU where there is one
-    dtype:torch.dtype|None=None, # Of the product; by default bf16 on a GPU, float32 on a CPU
+    dtype:torch.dtype|None=None, # Of the product; bf16 on a GPU, float32 on a CPU
 )->Hardware: # Peaks as measured now
     "Time a matrix product, a copy and a matrix times a vector; takes some two seconds"
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: must be cpu or cuda; pass one that we can wait for")
     gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if gpu else torch.float32)
     n, wide = (8192, 32768) if gpu else (1024, 4096) # a product that fits the caches, a read that does not
@@ -144,5 +148,6 @@ def measure_this_machine(
     M = torch.ones(wide, wide, device=device)
     out = torch.empty_like(M)
     nbytes = M.numel()*M.element_size()
-    bandwidth = max(2*nbytes/best_seconds(lambda: out.copy_(M), device), nbytes/best_seconds(lambda: M @ M[0], device))
+    copied, read = best_seconds(lambda: out.copy_(M), device), best_seconds(lambda: M @ M[0], device)
+    bandwidth = max(2*nbytes/copied, nbytes/read)
     return Hardware(f"this machine ({device.type})", flops, bandwidth, f"measured, {str(dtype).removeprefix('torch.')}")
