@@ -122,7 +122,7 @@ def update(self:RingBuffer,
     self._write(k, v)
     return seen
 
-# %% ../nbs/04_ring.ipynb #c045
+# %% ../nbs/04_ring.ipynb #c046
 @patch(as_prop=True)
 def nbytes(self:RingBuffer)->int: # bytes
     "Bytes of the slots, occupied or not"
