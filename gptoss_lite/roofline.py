@@ -142,9 +142,9 @@ def measure_this_machine(
         raise ValueError(f"device={str(device)!r}: must be cpu or cuda; pass one that we can wait for")
     gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if gpu else torch.float32)
-    n, wide = (8192, 32768) if gpu else (1024, 4096) # a product that fits the caches, a read that does not
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    flops = 2*n**3/best_seconds(lambda: a @ a, device)
+    sizes, wide = ((4096, 8192), 32768) if gpu else ((1024, 1536), 4096)
+    squares = [torch.ones(n, n, dtype=dtype, device=device) for n in sizes]
+    flops = max(2*len(a)**3/best_seconds(lambda: a @ a, device) for a in squares)
     M = torch.ones(wide, wide, device=device)
     out = torch.empty_like(M)
     nbytes = M.numel()*M.element_size()
