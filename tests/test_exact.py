@@ -74,6 +74,24 @@ def test_cached_equals_oracle_wide_windows(case):
     "Windows beyond the smallest block of the band, up to 200 tokens"
     assert worst(cached_logits(case.model(), case.ids, case.split), dense_logits(case.model(), case.ids)) <= EXACT
 
+@pytest.mark.parametrize("split", [[640], [128]*5, [129]*4 + [124], [127]*5 + [5], [600, 1, 1, 38], [1, 300, 2, 337]], ids=str)
+def test_the_default_window(split):
+    cfg = config(**SIZES[4], window_size=128, n_layers=2)
+    model, ids = random_model(cfg, 9), random_ids(cfg, 2, 640, 9)
+    assert worst(cached_logits(model, ids, split), dense_logits(model, ids)) <= EXACT
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_types", [["windowed", "global"], ["global", "windowed"]], ids=str)
+def test_past_the_default_chunk(layer_types):
+    "Prompts around 2,048 tokens, where `generate` begins a second chunk"
+    cfg = config(**SIZES[4], window_size=128, n_layers=2, layer_types=layer_types)
+    model, ids = random_model(cfg, 9), random_ids(cfg, 1, 2200, 9)
+    right = dense_logits(model, ids)
+    for T in (2047, 2048, 2049, 2176, 2200):
+        out = generate(model, ids[:, :T], 1, 0)
+        assert out[0, -1] == right[0, T-1].argmax()
+        assert worst(prefill(model, ids[:, :T], MixedKVCache()), right[:, T-1]) <= EXACT
+
 @pytest.mark.parametrize("W", [1, 2, 5])
 @pytest.mark.parametrize("length", ["1", "W-1", "W", "W+1", "2W-1", "2W", "2W+1", "5W"])
 def test_edges(W, length):
