@@ -1,78 +1,237 @@
 "The command as a person types it."
 import json
 import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from gptoss_lite.cli import app, main
+import gptoss_lite
+import gptoss_lite.cli as C
+from gptoss_lite.cli import app, cpu_name, main, printable, run_info
+from gptoss_lite.config import gptoss_tiny
 
 run = lambda *a: CliRunner().invoke(app, [str(x) for x in a])
 
 
 def test_help_on_each():
     top = run("--help")
-    assert top.exit_code == 0
+    assert top.exit_code == 0 and run().output == top.output
     for cmd in "smoke kv passkey generate train".split():
         assert cmd in top.output
         assert run(cmd, "--help").exit_code == 0
 
 
+def test_the_console_script_is_this():
+    [script] = {e.value for e in entry_points(group="console_scripts") if e.name == "gptoss-lite"}
+    assert script == "gptoss_lite.cli:main"
+    assert run("--version").output.strip() == gptoss_lite.__version__
+
+
+def test_in_a_process_of_its_own():
+    bad = subprocess.run([sys.executable, "-c", "from gptoss_lite.cli import main; main()", "kv", "--", "-5"], capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == "gptoss-lite: T=-5: must be at least 0; a cache cannot hold fewer than no tokens\n"
+
+
+# ---- kv and smoke ----
+
 def test_kv_prints_the_table_and_judges(tmp_path):
-    r = run("kv", "--json", tmp_path/"kv.json")
+    r = run("kv", "--json", tmp_path/"new"/"kv.json")
     assert r.exit_code == 0 and "PASSED" in r.output
     assert re.findall(r"\d\.\d\dx", r.output)[:6] == ["1.94x", "1.97x", "1.98x", "1.99x", "2.00x", "2.00x"]
-    assert [x["full"] for x in json.loads((tmp_path/"kv.json").read_text())["rows"]][-1] == 2_415_919_104
+    assert [x["full"] for x in json.loads((tmp_path/"new"/"kv.json").read_text())["rows"]][-1] == 2_415_919_104
     assert run("kv", 128).exit_code == 1, "no reduction up to the window"
     assert run("kv", "--threshold", 2.1).exit_code == 1
+    assert run("kv", 131072, 128).exit_code == 0, "the longest length is judged, wherever it stands"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_smoke(dtype, tmp_path):
+    before = torch.get_rng_state()
     r = run("smoke", "--dtype", dtype, "--json", tmp_path/"s.json")
     assert r.exit_code == 0 and "PASSED" in r.output
     assert json.loads((tmp_path/"s.json").read_text())["passed"] is True
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("tokens", [28, 29, 100])
+def test_smoke_feeds_every_token_once(tokens, monkeypatch):
+    true, fed = C.forward_step, []
+    monkeypatch.setattr(C, "forward_step", lambda model, ids, start, cache: fed.append((start, ids.shape[1])) or true(model, ids, start, cache))
+    assert run("smoke", "--tokens", tokens).exit_code == 0
+    assert [s for s, _ in fed] == [sum(n for _, n in fed[:i]) for i in range(len(fed))] and sum(n for _, n in fed) == tokens
+    W = gptoss_tiny().window_size
+    assert {1, W, 2*W + 1} == {n for _, n in fed}
 
 
 def test_smoke_can_fail(monkeypatch):
     import gptoss_lite.attention as A
     true = A.causal_attention
-    monkeypatch.setattr(A, "causal_attention", lambda q, k, v, sink, window: true(q, k, v, None if q.shape[2] == 1 else sink, window))
+    monkeypatch.setattr(A, "causal_attention", lambda q, k, v, sink=None, *a, **kw: true(q, k, v, None if q.shape[2] == 1 else sink, *a, **kw))
     r = run("smoke")
     assert r.exit_code == 1 and "FAILED" in r.output
 
 
+def test_smoke_finds_a_window_that_lost_keys(monkeypatch):
+    "Append, then get: what a chunk needs is overwritten before it is read"
+    from gptoss_lite.ring import RingBuffer
+    def append_then_get(self, k, v): self.append(k, v); return self.get()
+    monkeypatch.setattr(RingBuffer, "update", append_then_get)
+    r = run("smoke")
+    assert r.exit_code == 1 or r.exception is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smoke_on_a_gpu(dtype): assert run("smoke", "--device", "cuda", "--dtype", dtype).exit_code == 0
+
+
+# ---- passkey ----
+
 def test_passkey_of_an_untrained_model_exits_0_below_target(tmp_path):
     r = run("passkey", "--context-lengths", 100, 200, "--n-trials", 3, "--position", "spread", "--checkpoint", "random",
-            "--json", tmp_path/"p.json", "--plot", tmp_path/"p.png")
+            "--json", tmp_path/"p.json", "--plot", tmp_path/"p.picture")
     assert r.exit_code == 0 and "BELOW TARGET" in r.output
     res = json.loads((tmp_path/"p.json").read_text())
     assert [s["length"] for s in res["summary"]] == [100, 200] and len(res["trials"]) == 6 and res["seed"] == 42
-    assert (tmp_path/"p.png").read_bytes()[:4] == b"\x89PNG"
+    assert res["config"]["yarn_scale_factor"] == 32 and re.fullmatch("[0-9a-f]{64}", res["digest"])
+    assert (tmp_path/"p.picture").read_bytes()[:4] == b"\x89PNG"
     assert run("passkey", "--context-lengths", 100, "--n-trials", 1, "--checkpoint", "random", "--fail-below", 0.85).exit_code == 1
 
+
+def test_passkey_judges_the_longest_length(monkeypatch):
+    from gptoss_lite.passkey import PasskeyEvaluator, Trial
+    def run_trial(self, length, trial, key, depth, seed, max_new_tokens): return Trial(length, trial, key, depth, seed, "", key, length < 200, 0.)
+    monkeypatch.setattr(PasskeyEvaluator, "run_trial", run_trial)
+    good, bad = ("passkey", "--n-trials", 2, "--context-lengths", 150, 100), ("passkey", "--n-trials", 2, "--context-lengths", 200, 100)
+    assert "PASSED: 100.0% at 150 tokens, target 85%" in run(*good).output and run(*good, "--fail-below", 1).exit_code == 0
+    assert "BELOW TARGET: 0.0% at 200 tokens" in run(*bad).output and run(*bad, "--fail-below", 0).exit_code == 0
+
+
+def test_passkey_writes_no_path_and_no_host(tmp_path):
+    import platform
+    (tmp_path/"secret").mkdir()
+    assert run("train", tmp_path/"secret", "--steps", "1,1,1").exit_code == 0
+    run("passkey", "--context-lengths", 100, "--n-trials", 1, "--checkpoint", tmp_path/"secret"/"passkey.safetensors", "--json", tmp_path/"p.json")
+    text = (tmp_path/"p.json").read_text()
+    assert json.loads(text)["checkpoint"] == "passkey.safetensors" and "secret" not in text and platform.node() not in text
+
+
+def test_config_is_used_for_every_kind_of_checkpoint(tmp_path):
+    from gptoss_lite.passkey import load_pretrained
+    plain = load_pretrained()[0].cfg.replace(yarn_scale_factor=1)
+    (tmp_path/"plain.json").write_text(json.dumps(plain.to_dict()))
+    for checkpoint in ("passkey", "random"):
+        assert C._load(checkpoint, tmp_path/"plain.json")[0].cfg == plain != C._load(checkpoint)[0].cfg
+
+
+def test_the_commands_of_the_makefile_parse():
+    text = (Path(__file__).parent.parent/"Makefile").read_text().replace("\\\n", " ")
+    [line] = re.findall(r"gptoss-lite (passkey .*)", text)
+    lengths = re.findall(r"--context-lengths ([\d ]+)", line)[0].split()
+    assert lengths == ["4096", "8192", "16384", "32768"] and "--n-trials 5 --position spread" in line
+
+
+# ---- generate and train ----
 
 def test_generate_is_reproducible():
     a, b, c = (run("generate", "river stone", "--max-new-tokens", 8, "--seed", s).output for s in (1, 1, 2))
     assert a == b != c and a.startswith("river stone")
 
 
+def test_what_is_shown_cannot_control_the_terminal():
+    assert printable("".join(map(chr, range(32)))) == "\ufffd"*9 + "\t\n" + "\ufffd"*21
+    assert printable("\x7f\x9b\u202eé漢") == "\ufffd"*3 + "é漢"
+    r = run("generate", "x", "--checkpoint", "random", "--max-new-tokens", 60, "--temperature", 5, "--top-p", 1, "--seed", 3)
+    assert r.exit_code == 0 and all(c.isprintable() or c in "\n\t" for c in r.output)
+
+
 def test_train_writes_a_checkpoint_that_evaluates(tmp_path):
-    assert run("train", tmp_path/"run", "--steps", "1,1,1").exit_code == 0
+    assert run("train", tmp_path/"run", "--steps", "1, 1,1").exit_code == 0
     assert {"state.safetensors", "passkey.safetensors", "log.json"} <= {f.name for f in (tmp_path/"run").iterdir()}
+    assert len(json.loads((tmp_path/"run"/"log.json").read_text())["log"]) == 3
     r = run("passkey", "--context-lengths", 100, "--n-trials", 1, "--checkpoint", tmp_path/"run"/"passkey.safetensors")
     assert r.exit_code == 0
 
 
+# ---- what a result carries ----
+
+def test_run_info_names_the_processor(monkeypatch):
+    info = run_info()
+    assert info["machine"] == cpu_name() != "" and info["device"] == "cpu" and info["cores"] >= 1 and info["time"].endswith("+00:00")
+    monkeypatch.setattr(C.Path, "exists", lambda self: False)
+    monkeypatch.setattr(C.sys, "platform", "other")
+    monkeypatch.setattr(C.platform, "processor", lambda: "")
+    monkeypatch.setattr(C.platform, "machine", lambda: "riscv64")
+    assert cpu_name() == "riscv64"
+
+
+def test_the_processor_of_a_system_that_names_none(monkeypatch):
+    monkeypatch.setattr(C.Path, "exists", lambda self: True)
+    monkeypatch.setattr(C.Path, "read_text", lambda self, **kw: "processor\t: 0\nBogoMIPS\t: 50.00\n")
+    monkeypatch.setattr(C.platform, "processor", lambda: "")
+    monkeypatch.setattr(C.platform, "machine", lambda: "aarch64")
+    assert cpu_name() == "aarch64"
+    monkeypatch.setattr(C.Path, "read_text", lambda self, **kw: "model name\t: A Processor @ 2 GHz\nmodel name\t: Another\n")
+    assert cpu_name() == "A Processor @ 2 GHz"
+
+
+# ---- bad input ----
+
 @pytest.mark.parametrize("argv, words", [
     (["passkey", "--context-lengths", "10"], "context_length=10"),
+    (["passkey", "--context-lengths", "4k"], "--context-lengths"),
     (["passkey", "--position", "top", "--context-lengths", "100", "--n-trials", "1"], "passkey_position='top'"),
+    (["passkey", "--n-trials", "0"], "n_trials=0"),
+    (["passkey", "--target", "85"], "--target"),
+    (["passkey", "--fail-below", "-1"], "--fail-below"),
+    (["passkey", "--context-lengths", "100", "--device", "cuda:99"], "device='cuda:99'"),
+    (["passkey", "--json", "."], "file that can be written"),
+    (["passkey", "--json", "file/p.json"], "file"),
+    (["passkey", "--plot", "."], "file that can be written"),
+    (["passkey", "--config", "missing.json"], "missing.json"),
+    (["passkey", "--config", "file"], "Expecting value"),
+    (["passkey", "--config", "bad.json"], "no_such"),
     (["generate", "x", "--top-p", "1.5"], "top_p=1.5"),
+    (["generate", "x", "--max-new-tokens", "-1"], "max_new_tokens=-1"),
     (["generate", "x", "--checkpoint", "missing.safetensors"], "missing.safetensors"),
+    (["generate", "x", "--checkpoint", "broken.safetensors"], "broken.safetensors"),
     (["generate", "x", "--checkpoint", "nope"], "name='nope'"),
-    (["generate", ""], "input_ids")])
-def test_bad_input_ends_with_one_line(argv, words, monkeypatch, capsys):
+    (["generate", ""], "input_ids"),
+    (["generate"], "prompt"),
+    (["smoke", "--dtype", "int8"], "dtype='int8'"),
+    (["smoke", "--dtype", "nn"], "dtype='nn'"),
+    (["smoke", "--tokens", "5"], "tokens=5"),
+    (["smoke", "--device", "toaster"], "device='toaster'"),
+    (["smoke", "--device", "meta"], "device='meta'"),
+    (["kv", "0"], "T=0"),
+    (["train", "run", "--steps", "1,2"], "steps='1,2'"),
+    (["train", "run", "--steps", "1,2,x"], "steps='1,2,x'"),
+    (["train", "run", "--steps", "1,2,0"], "steps='1,2,0'"),
+    (["train", "run", "--threads", "0"], "--threads"),
+    (["train", "file"], "file"),
+    (["fly"], "fly"),
+    (["kv", "--fast"], "--fast")])
+def test_bad_input_ends_with_one_line(argv, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"file").write_text("")
+    (tmp_path/"bad.json").write_text('{"no_such": 1}')
+    (tmp_path/"broken.safetensors").write_bytes(b"12345678")
     monkeypatch.setattr("sys.argv", ["gptoss-lite", *argv])
     with pytest.raises(SystemExit) as e: main()
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and words in err and "Traceback" not in err
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1] # a progress bar may stand above
+    assert e.value.code == 2 and last.startswith("gptoss-lite: ") and words.lower() in last.lower() and "Traceback" not in err and out == ""
+
+
+def test_a_break_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*a, **kw): raise KeyboardInterrupt
+    monkeypatch.setattr(C, "kv_cache_bytes", interrupted)
+    monkeypatch.setattr("sys.argv", ["gptoss-lite", "kv"])
+    with pytest.raises(SystemExit) as e: main()
+    assert e.value.code == 130

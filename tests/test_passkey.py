@@ -3,57 +3,77 @@ import random, re
 
 import pytest
 import torch
-from hypothesis import assume, given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gptoss_lite.config import gptoss_tiny
 from gptoss_lite.model import GPTOSS
-from gptoss_lite.passkey import (CharTokenizer, PasskeyEvaluator, PromptBuilder, Trial, depth_of, load_pretrained, make_filler_text,
-                                 plot_heatmap, summarize, wilson_interval)
+from gptoss_lite.passkey import (NEEDLE, QUESTION, WORDS, CharTokenizer, PasskeyEvaluator, PromptBuilder, Trial, depth_of, load_pretrained,
+                                 make_filler_text, plot_heatmap, summarize, target_at, wilson_interval)
+import gptoss_lite.passkey as P
+
+
+def evaluator(tokenizer, vocab_size): return PasskeyEvaluator(GPTOSS(gptoss_tiny().replace(vocab_size=vocab_size)), tokenizer)
 
 
 @pytest.fixture(scope="module")
-def char_ev(): return PasskeyEvaluator(GPTOSS(gptoss_tiny().replace(vocab_size=256)), CharTokenizer())
+def char_ev(): return evaluator(CharTokenizer(), 256)
 
 
 @pytest.fixture(scope="module")
-def bpe():
-    "A byte-pair tokenizer of transformers with a start token, trained here"
+def bpe_ev():
+    "A byte-pair tokenizer of transformers with a start token, trained here on prompts and on runs of blanks"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    texts = [make_filler_text(300, s) + f" The passkey is {random.Random(s).randrange(100_000):05d}." for s in range(20)]
-    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"],
-                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    texts = [make_filler_text(100, s) + f" The passkey is {random.Random(s).randrange(100_000):05d}." + " "*s for s in range(20)]
+    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False,
+                                                       initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     tok.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tok.token_to_id("<s>"))])
-    return PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>", eos_token="</s>")
+    return evaluator(PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>", eos_token="</s>"), 400)
 
 
-def check_prompt(ev, tokenizer, key, length, depth, seed):
-    ids = ev.build_prompt_ids(key, length, depth, seed)
+# ---- prompts ----
+
+def check_prompt(ev, key, length, depth, seed):
+    ids, tokenizer = ev.build_prompt_ids(key, length, depth, seed), ev.tokenizer
     assert len(ids) == length and ids == ev.build_prompt_ids(key, length, depth, seed)
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None: assert ids.count(bos) == 1 and ids[0] == bos
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert text == ev.build_prompt(key, length, depth, seed).removeprefix("<s>")
     assert re.findall(r"\d+", text) == [key], "the key once, and no other number"
-    assert text.endswith(" What is the passkey? The passkey is") and text.count(f" The passkey is {key}.") == 1
-    needle = ev.builder.encode(f" The passkey is {key}.")
-    tail, start = len(ev.builder.encode(" What is the passkey? The passkey is")), bos is not None
-    free = length - len(needle) - tail - start
+    assert text.endswith(QUESTION) and text.count(NEEDLE.format(key=key)) == 1
+    assert set(text.replace(NEEDLE.format(key=key), " ").removesuffix(QUESTION).split()) <= set(WORDS), "words are whole"
+    needle, start = ev.builder.encode(NEEDLE.format(key=key)), int(bos is not None)
+    free = length - len(needle) - len(ev.builder.encode(QUESTION)) - start
     at = next(i for i in range(length) if ids[i:i+len(needle)] == needle)
-    assert abs(at - start - depth_of(depth)*free) <= 1
+    assert abs(at - start - depth*free) <= 0.5
 
 
-@given(key=st.integers(0, 99_999), length=st.integers(80, 3000), depth=st.floats(0, 1), seed=st.integers(0, 2**31))
-def test_prompts_of_characters(char_ev, key, length, depth, seed):
-    check_prompt(char_ev, char_ev.tokenizer, f"{key:05d}", length, depth, seed)
+PROMPTS = dict(key=st.integers(0, 99_999).map("{:05d}".format), length=st.integers(80, 700), depth=st.floats(0, 1), seed=st.integers(0, 2**31))
+
+@settings(max_examples=40)
+@given(**PROMPTS)
+def test_prompts_of_characters(char_ev, key, length, depth, seed): check_prompt(char_ev, key, length, depth, seed)
 
 
-@given(key=st.integers(0, 99_999), length=st.integers(60, 1000), depth=st.floats(0, 1), seed=st.integers(0, 2**31))
-def test_prompts_of_a_trained_byte_pair_tokenizer(bpe, key, length, depth, seed):
-    ev = PasskeyEvaluator(GPTOSS(gptoss_tiny().replace(vocab_size=400)), bpe)
-    check_prompt(ev, bpe, f"{key:05d}", length, depth, seed)
+@settings(max_examples=25)
+@given(**PROMPTS)
+def test_prompts_of_a_trained_byte_pair_tokenizer(bpe_ev, key, length, depth, seed): check_prompt(bpe_ev, key, length, depth, seed)
+
+
+@pytest.mark.parametrize("depth", [0., 1.])
+def test_every_length_is_met_from_the_shortest_on(char_ev, bpe_ev, depth):
+    for length in range(58, 100): check_prompt(char_ev, "00000", length, depth, length)
+    for length in range(60, 100): check_prompt(bpe_ev, "90210", length, depth, length)
+
+
+def test_a_long_prompt_is_met(char_ev): assert len(char_ev.build_prompt_ids("12345", 131_072)) == 131_072
+
+
+def test_the_shortest_context_is_needle_and_question(char_ev):
+    assert char_ev.build_prompt("12345", 58) == NEEDLE.format(key="12345") + QUESTION
 
 
 def test_seed_and_depth_change_the_prompt(char_ev):
@@ -62,36 +82,91 @@ def test_seed_and_depth_change_the_prompt(char_ev):
     assert a == char_ev.build_prompt_ids(1234, 500, 0.5, 1), "an int keeps its leading zeros"
 
 
-def test_words_are_whole(char_ev):
-    "Filler words are never cut, before the needle or behind it"
-    from gptoss_lite.passkey import WORDS
-    for length in range(100, 140):
-        text = char_ev.build_prompt("55555", length, 0.37, length)
-        words = set(re.sub(r"The passkey is \d{5}\.|What is the passkey\? The passkey is", " ", text).split())
-        assert words <= set(WORDS)
+def test_several_needles_stand_where_they_say(char_ev):
+    ids, at = char_ev.builder.build("12345", 400, [0.1, 0.5, 0.5, 1.], random.Random(0))
+    needle = char_ev.builder.encode(NEEDLE.format(key="12345"))
+    assert len(ids) == 400 and [i for i in range(400) if ids[i:i+len(needle)] == needle] == at
+    with pytest.raises(ValueError, match="depths=.*rising"): char_ev.builder.build("12345", 400, [0.5, 0.1], random.Random(0))
 
 
 def test_filler_is_a_function_of_the_seed():
     assert make_filler_text(50, 3) == make_filler_text(50, 3) != make_filler_text(50, 4)
-    assert len(make_filler_text(50).split()) == 50 and not re.search(r"\d", make_filler_text(500))
+    assert len(make_filler_text(50).split()) == 50 and not re.search(r"\d", make_filler_text(500)) and make_filler_text(0) == ""
+    for bad, exc in ((-1, ValueError), (2.5, TypeError)):
+        with pytest.raises(exc, match=f"target_tokens={bad}"): make_filler_text(bad)
 
+
+# ---- the character tokenizer ----
+
+def test_characters_come_back():
+    tok = CharTokenizer()
+    assert tok.decode(tok.encode(text := "".join(map(chr, range(256))))) == text
+    assert tok.decode(torch.tensor([72, 105])) == "Hi" and tok.encode("") == [] and tok.decode([]) == ""
+
+
+def test_every_id_of_a_large_vocabulary_decodes_to_something_that_can_be_written():
+    text = CharTokenizer(2_000_000).decode([0, 0xD7FF, 0xD800, 0xDFFF, 0xE000, 0x10FFFF, 0x110000, 1_999_999])
+    assert len(text.encode()) and len(text) == 8 and text.count("\ufffd") == 4
+
+
+@pytest.mark.parametrize("bad, exc", [(0, ValueError), (-1, ValueError), (256., TypeError), (None, TypeError)])
+def test_bad_vocabularies(bad, exc):
+    with pytest.raises(exc, match="vocab_size="): CharTokenizer(bad)
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="CharTokenizer.*122.*vocab_size=97"): evaluator(CharTokenizer(), 97)
+
+
+def test_a_tokenizer_without_a_single_blank_is_refused():
+    class Twice(CharTokenizer):
+        def encode(self, text, add_special_tokens=False): return [x for i in super().encode(text) for x in (i, i)]
+    with pytest.raises(ValueError, match="tokenizer Twice.*one token"): PromptBuilder(Twice())
+
+
+# ---- scoring ----
 
 @pytest.mark.parametrize("output, want", [
     (" 12345.", "12345"), ("12345", "12345"), (" 1234567", None), (" 1234", None), ("", None), (" 01234 56789", "01234"),
-    (" 123456 54321", "54321"), (" a12345", None), ("x 99999,", "99999")])
+    (" 123456 54321", "54321"), (" a12345", None), (" 12345b", None), ("_12345", None), ("é12345", None), ("x 99999,", "99999"),
+    ("１２３４５ 12345", "12345"), ("\n12345\n", "12345"), ("12345</s>", "12345")])
 def test_scoring(char_ev, output, want): assert char_ev.extract_passkey_from_output(output) == want
 
 
+def answers(monkeypatch, text): # a model that says this after any prompt
+    new = lambda n: torch.tensor([[ord(c) for c in text.ljust(n, "y")[:n]]])
+    monkeypatch.setattr(P, "generate", lambda model, ids, n, **kw: torch.cat([ids, new(n)], 1))
+
+
 def test_only_new_tokens_count(char_ev, monkeypatch):
-    "A model that repeats its prompt has not answered"
-    import gptoss_lite.passkey as P
-    monkeypatch.setattr(P, "generate", lambda model, ids, n, **kw: torch.cat([ids, torch.full((1, n), ord("x"))], 1))
+    "A model that says nothing has not answered, though its prompt holds the key"
+    answers(monkeypatch, "x"*16)
     t = char_ev.run_trial(200, 0, "12345", 0.5, 0)
     assert not t.correct and t.answer is None and t.output == "x"*16
-    monkeypatch.setattr(P, "generate", lambda model, ids, n, **kw: torch.cat([ids, torch.tensor([[ord(c) for c in " 12345." + "y"*(n-7)]])], 1))
+    answers(monkeypatch, " 12345.")
     assert char_ev.run_trial(200, 0, "12345", 0.5, 0).correct
     assert not char_ev.run_trial(200, 0, "12346", 0.5, 0).correct
 
+
+def test_the_prompt_that_is_run_is_the_one_that_was_built(char_ev, monkeypatch):
+    seen = []
+    def fake(model, ids, n, temperature): seen.append((ids.tolist(), ids.device.type, n, temperature)); return torch.cat([ids, ids[:, :n]], 1)
+    monkeypatch.setattr(P, "generate", fake)
+    char_ev.run_trial(200, 0, "12345", 0.3, 7, max_new_tokens=9)
+    assert seen == [([char_ev.build_prompt_ids("12345", 200, 0.3, 7)], "cpu", 9, 0.)]
+
+
+def test_prompts_go_to_the_device_of_the_model_when_a_trial_runs(monkeypatch):
+    ev, seen = evaluator(CharTokenizer(), 256), []
+    monkeypatch.setattr(P, "generate", lambda model, ids, n, **kw: seen.append(ids.device.type) or torch.zeros(1, 216, dtype=torch.long))
+    ev.model.to("meta")
+    ev.run_trial(200, 0, "12345", 0.5, 0)
+    ev.device = torch.device("cpu")
+    ev.run_trial(200, 0, "12345", 0.5, 0)
+    assert seen == ["meta", "cpu"]
+
+
+# ---- evaluation ----
 
 def test_plan_varies_key_depth_and_filler(char_ev):
     plan = char_ev.plan([300, 400], 5, "spread", 42)
@@ -99,21 +174,43 @@ def test_plan_varies_key_depth_and_filler(char_ev):
     assert [p["depth"] for p in plan[:5]] == [0, 0.25, 0.5, 0.75, 1]
     assert len({p["key"] for p in plan[:5]}) == len({p["seed"] for p in plan[:5]}) == 5
     assert plan == char_ev.plan([300, 400], 5, "spread", 42) != char_ev.plan([300, 400], 5, "spread", 43)
+    assert plan[5:] == char_ev.plan([400], 5, "spread", 42), "a length does not depend on the others"
+
+
+def test_plans_stay_what_they_were(char_ev):
+    "Saved results name their trials by seed: another order of draws would make them unrepeatable"
+    assert char_ev.plan([4096], 2, "spread", 42) == [dict(length=4096, trial=0, key="70131", depth=0.0, seed=463764766),
+                                                     dict(length=4096, trial=1, key="23203", depth=1.0, seed=1096496006)]
+    assert char_ev.build_prompt("12345", 120, 0.5, 9) == (
+        " timber jacket meadow mirror    The passkey is 12345. bridge amber needle river      What is the passkey? The passkey is")
 
 
 def test_evaluate_returns_shares_and_an_untrained_model_knows_nothing(char_ev):
-    res = char_ev.evaluate([100, 150], n_trials=3, passkey_position="spread")
-    assert res == {100: 0., 150: 0.} and len(char_ev.trials) == 6
+    res = char_ev.evaluate([150, 100, 150], n_trials=3, passkey_position="spread")
+    assert res == {100: 0., 150: 0.} and len(char_ev.trials) == 6, "a length given twice runs once"
     assert [(r["length"], r["hits"], r["trials"]) for r in summarize(char_ev.trials)] == [(100, 0, 3), (150, 0, 3)]
+    assert char_ev.evaluate([], n_trials=3) == {} and char_ev.trials == []
 
 
-def test_heatmap_shows_each_cell():
-    trials = [Trial(n, i, "1"*5, d, 0, "", None, n + d < 200.5, 0.) for n in (100, 200) for i, d in enumerate((0., 0.5, 1.))]
-    ax = plot_heatmap(trials)
-    assert [t.get_text() for t in ax.texts] == ["100%", "100%", "100%", "0%", "100%", "0%"]
+def test_evaluate_counts_hits(char_ev, monkeypatch):
+    keys = [p["key"] for p in char_ev.plan([100], 4)]
+    answers(monkeypatch, f" {keys[2]}.")
+    assert char_ev.evaluate([100], 4) == {100: 0.25}
+    assert [t.correct for t in char_ev.trials] == [False, False, True, False]
 
 
-@pytest.mark.parametrize("bad", ["1234", "123456", "1234a", 123456, -1, None, True, 1.5, "１２３４５"])
+@pytest.mark.parametrize("lengths, n, position, match", [
+    ([100, 20], 1, "middle", "context_length=20.*at least 58"), ([100, -5], 1, "middle", "context_length=-5"), ([100.5], 1, "middle", "context_length=100.5"),
+    ([True], 1, "middle", "context_length=True"), (100, 1, "middle", r"context_lengths=100.*\[100\]"), ([100], 0, "middle", "n_trials=0.*at least 1"),
+    ([100], 100_001, "middle", "n_trials=100001.*at most 100000"), ([100], 2.0, "middle", "n_trials=2.0"), ([100], 1, "top", "passkey_position='top'")])
+def test_bad_evaluations_are_refused_before_anything_runs(char_ev, monkeypatch, lengths, n, position, match):
+    monkeypatch.setattr(P, "generate", None)
+    before = char_ev.trials
+    with pytest.raises((ValueError, TypeError), match=match): char_ev.evaluate(lengths, n, position)
+    assert char_ev.trials is before
+
+
+@pytest.mark.parametrize("bad", ["1234", "123456", "1234a", 123456, -1, None, True, 1.5, "１２３４５", "12345\n", b"12345"])
 def test_bad_keys(char_ev, bad):
     with pytest.raises(ValueError, match="passkey=.*five digits"): char_ev.build_prompt_ids(bad, 200)
 
@@ -123,20 +220,12 @@ def test_bad_positions(char_ev, bad):
     with pytest.raises(ValueError, match="passkey_position="): char_ev.build_prompt_ids("12345", 200, bad)
 
 
-@pytest.mark.parametrize("length", [0, 1, 40])
+@pytest.mark.parametrize("length", [0, 1, 57])
 def test_too_short_a_context_says_what_it_takes(char_ev, length):
     with pytest.raises(ValueError, match="context_length=.*at least 58"): char_ev.build_prompt_ids("12345", length)
 
 
-def test_the_shortest_context_is_needle_and_question(char_ev):
-    assert char_ev.build_prompt("12345", 58) == " The passkey is 12345. What is the passkey? The passkey is"
-
-
-def test_a_tokenizer_without_a_single_blank_is_refused():
-    class Twice(CharTokenizer):
-        def encode(self, text, add_special_tokens=False): return [x for i in super().encode(text) for x in (i, i)]
-    with pytest.raises(ValueError, match="tokenizer Twice.*one token"): PromptBuilder(Twice())
-
+# ---- what a count is worth ----
 
 def test_wilson():
     lo, hi = wilson_interval(85, 100)
@@ -144,7 +233,56 @@ def test_wilson():
     assert wilson_interval(0, 7)[0] == 0 and wilson_interval(7, 7)[1] == pytest.approx(1)
     assert wilson_interval(100, 100)[0] == pytest.approx(100/(100 + 3.8415), abs=1e-4)
     assert wilson_interval(0, 0) == (0, 1)
+    for bad in (-1, 8):
+        with pytest.raises(ValueError, match=f"hits={bad}.*0..7"): wilson_interval(bad, 7)
 
+
+def test_targets(): assert [target_at(n) for n in (1, 32_768, 32_769, 98_305, 131_072, 131_073)] == [0.95, 0.95, 0.90, 0.85, 0.85, None]
+
+
+# ---- pictures ----
+
+def trials_of(lengths, depths, right): return [Trial(n, i, "1"*5, d, 0, "", None, right(n, d), 0.) for n in lengths for i, d in enumerate(depths)]
+
+@pytest.fixture
+def heatmap():
+    "Draws without pyplot, so that no figure stays open"
+    from matplotlib.figure import Figure
+    return lambda trials, **kw: plot_heatmap(trials, Figure().subplots(), **kw)
+
+
+def test_heatmap_shows_each_cell(heatmap):
+    ax = heatmap(trials_of((100, 200), (0., 0.5, 1.), lambda n, d: n + d < 200.5))
+    assert [t.get_text() for t in ax.texts] == ["100%", "100%", "100%", "0%", "100%", "0%"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["0%", "50%", "100%"] and "6 trials" in ax.get_title()
+
+
+def test_heatmap_gathers_many_depths_in_bands(heatmap):
+    ax = heatmap(trials_of((100,), [i/99 for i in range(100)], lambda n, d: d >= 0.5))
+    assert [t.get_text() for t in ax.texts] == ["0%"]*5 + ["100%"]*5
+    assert ax.get_yticklabels()[9].get_text() == "90% to 100%"
+
+
+def test_heatmap_leaves_cells_without_trials_empty(heatmap):
+    ax = heatmap(trials_of((100,), (0., 1.), lambda n, d: True) + trials_of((200,), (0.,), lambda n, d: True))
+    assert len(ax.texts) == 3
+    with pytest.raises(ValueError, match="at least 1 trial"): heatmap([])
+
+
+# ---- the model in the package ----
 
 def test_unknown_pretrained_name():
     with pytest.raises(ValueError, match="name='nope'"): load_pretrained("nope")
+    with pytest.raises(ValueError, match="name="): load_pretrained("../passkey")
+
+
+def test_pretrained_comes_with_its_evaluation_configuration_or_another():
+    model, tokenizer = load_pretrained()
+    assert model.cfg.yarn_scale_factor == 32 and not model.cfg.yarn_mscale and tokenizer.vocab_size == model.cfg.vocab_size
+    plain, _ = load_pretrained(cfg=model.cfg.replace(yarn_scale_factor=1))
+    assert plain.cfg.yarn_scale_factor == 1 and torch.equal(plain.embed.weight, model.embed.weight)
+
+
+def test_pretrained_finds_the_key():
+    ev = PasskeyEvaluator(*load_pretrained())
+    assert ev.evaluate([512, 1024], n_trials=3, passkey_position="spread", base_seed=5_000_000) == {512: 1., 1024: 1.}
