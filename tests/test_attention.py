@@ -134,9 +134,8 @@ LAYOUTS = dict(heads_last=lambda x: x.transpose(1, 2).contiguous().transpose(1, 
 
 @pytest.mark.parametrize("W", [None, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides_do_not_matter(layout, W, path, request):
-    if path == "kernel" and W is None and layout in ("transposed", "spread"):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="torch's CPU kernel ignores the stride of the last dimension"))
+def test_strides_do_not_matter(layout, W, path):
+    "torch's CPU kernel ignores the stride of the last dimension: it must not be called with another one than 1"
     f, (q, k, v) = LAYOUTS[layout], qkv()
     assert worst(causal_attention(f(q), f(k), f(v), rand(6), W), causal_attention(q, k, v, rand(6), W)) < 1e-12
 
@@ -210,15 +209,15 @@ def test_rows_that_see_nothing():
     whole = attend_plain(q, k, v)
     assert worst(out[:, :, [0, 2]], whole[0][:, :, [0, 2]]) < 1e-12
     with_sink = apply_sink(out, lse, torch.tensor([0.5, -INF, 3.]))  # -inf meets -inf in head 1
-    assert (with_sink[:, [0, 2]][:, :, [1, 3]] == 0).all()
+    assert (with_sink[:, :, [1, 3]] == 0).all()
     for a, b in zip(merge((out, lse), whole), whole):  # nothing adds nothing ...
         row = slice(1, 2)
         assert worst(a[:, :, row], b[:, :, row]) < 1e-12
     both = merge((out, lse), (out, lse))  # ... and nothing twice is nothing
     assert (both[0][:, :, 1] == 0).all() and (both[1][:, :, 1] == -INF).all() and both[0].isfinite().all()
 
-@pytest.mark.xfail(strict=True, reason="sigmoid(-inf - -inf) is NaN: a row without keys under a sink of -inf")
 def test_nothing_under_no_sink():
+    "A row without keys under a sink of -inf: 0, not NaN"
     out = apply_sink(torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -INF), torch.tensor([-INF]))
     assert (out == 0).all()
 
@@ -264,10 +263,8 @@ def test_large_logits(T, sinks, W, dtype, tol, path):
 @pytest.mark.parametrize("dtype,tol", [(torch.float16, 5e-3), (torch.bfloat16, 4e-2), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("W", [None, 3])
 @pytest.mark.parametrize("sinks", ["none", "random", "-inf"])
-def test_large_logits_in_training(sinks, W, dtype, tol, request):
-    if W is None and sinks != "random":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="no sink is made a sink of -1e4, which weighs something below that; "
-                                                                  "in float16 it overflows to NaN"))
+def test_large_logits_in_training(sinks, W, dtype, tol):
+    "Where no sink weighs anything, scores of -1e5 must not meet a large negative number that stands for it"
     q, k, v = qkv(T=9, S=9, D=96, dtype=dtype)
     q, k = (100*q).requires_grad_(), 100*k
     s = make_sinks(sinks, 6, 1, dtype)

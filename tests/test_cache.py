@@ -68,6 +68,15 @@ def test_ring_after_a_prompt(W, T):
         expect(ring.get(), range(max(1, t+2-W), t+2))
     assert storage(ring.k, ring.v) == W*TOKEN
 
+@pytest.mark.parametrize("n", [3, 4, 7])
+def test_a_chunk_as_long_as_the_ring_begins_it_anew(n):
+    "From slot 0, so that what is held lies in order and `get` need not copy"
+    ring = RingBuffer(3)
+    ring.append(*kv(0, 2))
+    ring.append(*kv(2, n))
+    assert (ring.head, ring.count) == (0, 3) and ring.get()[0].data_ptr() == ring.k.data_ptr()
+    expect((ring.k, ring.v), range(n, n+3))
+
 @examples(100)
 @given(W=st.integers(1, 7), calls=st.lists(st.integers(1, 16), min_size=1, max_size=8), data=st.data())
 def test_ring_is_the_end_of_a_list(W, calls, data):
