@@ -25,7 +25,7 @@ def test_batches_end_with_the_answer_and_mark_what_can_be_known():
         key = text[-6:-1]
         assert text.endswith(f" What is the passkey? The passkey is {key}.")
         n = text.count(f" The passkey is {key}.")  # needles and answer
-        assert tok.decode(row[mask].tolist()) == key*(n - 1), "every mention but the first"
+        assert tok.decode(row[mask].tolist()) == (key + ".")*(n - 1), "every mention but the first, with its full stop"
         assert not mask[:text.index(key) + 5].any()
 
 
