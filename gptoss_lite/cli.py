@@ -107,7 +107,7 @@ def smoke(
     tokens:Annotated[int, Option(help="Length of the sequence.")]=100,
     json_file:JsonFile=None,
 ):
-    "Does the cache change nothing on this device? A tiny random model reads a sequence with it and without it."
+    "Check this device. A tiny random model reads a sequence with the cache and without it."
     if dtype not in LIMITS: raise ValueError(f"dtype={dtype!r}: must be one of {list(LIMITS)}; pick one of them")
     check_device(device); check_writable(json_file)
     cfg, rng = gptoss_tiny(), torch.Generator().manual_seed(0)

@@ -217,11 +217,12 @@ def plan(self:PasskeyEvaluator,
     "The trials to run: for each length distinct keys, depths by `passkey_position`, and a filler of its own each"
     if isinstance(context_lengths, int): raise TypeError(f"context_lengths={context_lengths}: must be a sequence of ints; use [{context_lengths}]")
     check_int("n_trials", n_trials, 1, "it counts the trials of a length")
+    check_int("base_seed", base_seed, 0, "it seeds Python's generator")
     if n_trials > 100_000: raise ValueError(f"n_trials={n_trials}: must be at most 100000, the number of five-digit keys; use several base_seeds")
-    for n in context_lengths: check_int("context_length", n, 0, "it counts tokens")
-    if context_lengths: self.build_prompt_ids("00000", min(context_lengths)) # raises where needle and question do not fit
-    plans = []
-    for n in dict.fromkeys(context_lengths): # a length twice would be the same trials twice
+    lengths, plans = list(dict.fromkeys(context_lengths)), [] # a length twice would be the same trials twice
+    for n in lengths: check_int("context_length", n, 0, "it counts tokens")
+    if lengths: self.build_prompt_ids("00000", min(lengths)) # raises where needle and question do not fit
+    for n in lengths:
         rng = random.Random(base_seed + n)
         for i, key in enumerate(rng.sample(range(100_000), n_trials)):
             plans.append(dict(length=n, trial=i, key=f"{key:05d}", depth=depth_of(passkey_position, i, n_trials), seed=rng.randrange(2**31)))
@@ -244,7 +245,8 @@ def evaluate(self:PasskeyEvaluator,
             self.trials.append(self.run_trial(**p, max_new_tokens=max_new_tokens))
             bar.set_postfix(length=p["length"], hits=f"{sum(t.correct for t in self.trials)}/{len(self.trials)}")
             bar.update(p["length"])
-    return {r["length"]: r["accuracy"] for r in summarize(self.trials)}
+    accuracy = {r["length"]: r["accuracy"] for r in summarize(self.trials)}
+    return {p["length"]: accuracy[p["length"]] for p in plans} # in the order asked for
 
 # %% ../nbs/11_passkey.ipynb #c083
 def summarize(

@@ -187,8 +187,9 @@ def test_plans_stay_what_they_were(char_ev):
 
 def test_evaluate_returns_shares_and_an_untrained_model_knows_nothing(char_ev):
     res = char_ev.evaluate([150, 100, 150], n_trials=3, passkey_position="spread")
-    assert res == {100: 0., 150: 0.} and len(char_ev.trials) == 6, "a length given twice runs once"
+    assert list(res.items()) == [(150, 0.), (100, 0.)] and len(char_ev.trials) == 6, "a length given twice runs once"
     assert [(r["length"], r["hits"], r["trials"]) for r in summarize(char_ev.trials)] == [(100, 0, 3), (150, 0, 3)]
+    assert list(char_ev.evaluate(iter([120, 110]), n_trials=1)) == [120, 110]
     assert char_ev.evaluate([], n_trials=3) == {} and char_ev.trials == []
 
 
@@ -208,6 +209,8 @@ def test_bad_evaluations_are_refused_before_anything_runs(char_ev, monkeypatch, 
     before = char_ev.trials
     with pytest.raises((ValueError, TypeError), match=match): char_ev.evaluate(lengths, n, position)
     assert char_ev.trials is before
+    for bad in (-1, "x", 1.5):
+        with pytest.raises((ValueError, TypeError), match="base_seed="): char_ev.plan([100], 1, base_seed=bad)
 
 
 @pytest.mark.parametrize("bad", ["1234", "123456", "1234a", 123456, -1, None, True, 1.5, "１２３４５", "12345\n", b"12345"])
