@@ -45,9 +45,7 @@ def test_no_new_tokens_read_the_prompt(model):
     generate(model, ids()[:, :0], 0, cache=one)
     assert one.n_tokens == 0 and torch.equal(one.pending, ids()[:, :1])
 
-@pytest.mark.parametrize("temperature", [0, 0., -1, -0.0, 1e-8, 1e-40,
-                                         *(pytest.param(t, marks=pytest.mark.xfail(strict=True, raises=RuntimeError, reason=
-                                           "in float32 the temperature becomes 0, and 0/0 NaN")) for t in (1e-50, 5e-324))])
+@pytest.mark.parametrize("temperature", [0, 0., -1, -0.0, 1e-8, 1e-40, 1e-50, 5e-324])
 @pytest.mark.parametrize("top_p", [0, 1e-9, 0.9, 1, 1.])
 def test_no_temperature_is_greedy(temperature, top_p):
     model = random_model(CFG, dtype=torch.float32)
@@ -65,8 +63,7 @@ def test_one_token_prompts(model, B, use_cache):
     out = generate(model, ids(B, 1), 12, 0, use_cache=use_cache)
     assert out.shape == (B, 13) and torch.equal(out[:, 1:], dense_logits(model, out)[:, :-1].argmax(-1))
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, *(pytest.param(t, marks=pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="neither embedded nor refused by a message of ours")) for t in (torch.int16, torch.uint8))], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
 def test_integers_of_other_widths(model, dtype):
     "The answer has the prompt's type; a type that cannot be embedded is a TypeError"
     for use_cache in (True, False):
@@ -185,7 +182,6 @@ def test_a_step_that_was_broken_off_is_noticed(model):
     assert torch.equal(generate(model, ids(), 3, 0, cache=cache), generate(model, ids(), 3, 0))
 
 @pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.xfail(strict=True, reason="a token that was fed already is still pending when choosing the next one fails")
 def test_no_token_is_fed_twice(model, step, monkeypatch):
     "If choosing fails after a step, the cache and what is pending are together the tokens so far, none of them twice"
     cache, n, right = MixedKVCache(), [0], generation.sample
@@ -368,10 +364,8 @@ BAD = {
 
 @pytest.mark.parametrize("call", [generate, stream])
 @pytest.mark.parametrize("what", BAD)
-def test_refused(model, what, call, request):
+def test_refused(model, what, call):
     "The message names the argument, its value and the limit, and neither cache nor model nor random state has changed"
-    if what == "id below 0":
-        request.applymarker(pytest.mark.xfail(strict=True, raises=UnboundLocalError, reason="the message reads a name that was never bound"))
     change, exc, words = BAD[what]
     cache = MixedKVCache(max_tokens=50)
     model.train()
