@@ -274,6 +274,21 @@ def test_heatmap_leaves_cells_without_trials_empty(heatmap):
 
 # ---- the model in the package ----
 
+def test_the_saved_results_are_those_of_this_model_and_can_be_repeated():
+    "A new checkpoint, or prompts drawn in another way, would leave a stale table and a stale figure"
+    import json
+    from pathlib import Path
+    from gptoss_lite.model import tensor_digest
+    saved = json.loads((Path(__file__).parent.parent/"results"/"passkey.json").read_text())
+    ev = PasskeyEvaluator(*load_pretrained())
+    assert saved["digest"] == tensor_digest(ev.model.state_dict()) and saved["config"] == ev.model.cfg.to_dict()
+    lengths = [s["length"] for s in saved["summary"]]
+    plan = ev.plan(lengths, saved["summary"][0]["trials"], saved["position"], saved["seed"])
+    assert plan == [{k: t[k] for k in plan[0]} for t in saved["trials"]]
+    assert ev.run_trial(**plan[0]).answer == saved["trials"][0]["answer"] == plan[0]["key"]
+
+
+
 def test_unknown_pretrained_name():
     with pytest.raises(ValueError, match="name='nope'"): load_pretrained("nope")
     with pytest.raises(ValueError, match="name="): load_pretrained("../passkey")
