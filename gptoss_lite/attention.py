@@ -219,7 +219,7 @@ def attend_full_grad(
     out = [F.scaled_dot_product_attention(g, k, v, is_causal=True, scale=D**-0.5) for g in heads]
     return torch.stack(out, 2).flatten(1, 2)[:, :, -T:, :D]
 
-# %% ../nbs/08_attention.ipynb #c101
+# %% ../nbs/08_attention.ipynb #c104
 def _check_attention(q, k, v, sink_bias, window):
     if k.shape != v.shape: raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}: must be equal; a key and a value belong together")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
@@ -231,7 +231,7 @@ def _check_attention(q, k, v, sink_bias, window):
     if sink_bias is not None and sink_bias.shape != (H,):
         raise ValueError(f"sink_bias has shape {tuple(sink_bias.shape)}: must be ({H},); one logit per query head")
 
-# %% ../nbs/08_attention.ipynb #c103
+# %% ../nbs/08_attention.ipynb #c106
 def causal_attention(
     q:Tensor, # `(B, H, T, D)`, the last T of S positions
     k:Tensor, # `(B, Hkv, S, D)`, oldest first; any order where T = 1 and S <= W
@@ -251,7 +251,7 @@ def causal_attention(
         return apply_sink(out.view(B, H, T, D), lse.view(B, H, T), sink_bias).to(q.dtype)
     return apply_sink(*attend_full(q, k, v), sink_bias).to(q.dtype)
 
-# %% ../nbs/08_attention.ipynb #c122
+# %% ../nbs/08_attention.ipynb #c125
 SINK_CLAMP_MIN, SINK_CLAMP_MAX = -10., 15.
 
 class GPTOSSAttention(nn.Module):
@@ -271,7 +271,7 @@ class GPTOSSAttention(nn.Module):
         self.yarn = YaRNRoPE(cfg)
         self.n_pruned_dims = 0 if is_windowed else {"pruned": D//4, "full": 0, "none": D//2}[cfg.rope_global_mode]
 
-# %% ../nbs/08_attention.ipynb #c124
+# %% ../nbs/08_attention.ipynb #c127
 @patch
 def tables(self:GPTOSSAttention,
     positions:Tensor, # Absolute positions, `(T,)`
@@ -280,13 +280,13 @@ def tables(self:GPTOSSAttention,
     "This layer's cosine and sine; layers of one kind share them"
     return self.yarn(positions, self.n_pruned_dims, torch.promote_types(dtype, torch.float32))
 
-# %% ../nbs/08_attention.ipynb #c126
+# %% ../nbs/08_attention.ipynb #c129
 @patch
 def clamped_sink(self:GPTOSSAttention)->Tensor|None: # `(H,)`
     "The sinks within [`SINK_CLAMP_MIN`, `SINK_CLAMP_MAX`]; outside, the parameter gets no gradient"
     return None if self.sink_bias is None else self.sink_bias.clamp(SINK_CLAMP_MIN, SINK_CLAMP_MAX)
 
-# %% ../nbs/08_attention.ipynb #c129
+# %% ../nbs/08_attention.ipynb #c132
 @patch
 def forward(self:GPTOSSAttention,
     x:Tensor, # Normed residuals, `(B, T, C)`
