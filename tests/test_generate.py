@@ -422,6 +422,13 @@ def test_a_cache_that_does_not_fit(model, what, exc, words):
         for word in words: assert word in str(e.value), (word, str(e.value))
     if before: same(snapshot(cache), before)
 
+def test_another_batch_with_nothing_pending(model):
+    cache = MixedKVCache()
+    with torch.no_grad(): prefill(model, ids(3), cache)
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match="batch size 3.*2.*reset"): generate(model, P, 2, cache=cache)
+    same(snapshot(cache), before)
+
 def test_another_batch_that_is_only_pending(model):
     "A one-token prompt of another batch leaves nothing in the layers, only what is pending"
     cache = MixedKVCache()

@@ -364,6 +364,17 @@ def test_any_flipped_bit_of_the_header(file):
         assert got.cfg == model.cfg and all(torch.equal(a, got.state_dict()[n]) for n, a in model.state_dict().items()), bit
     assert harmless < 10
 
+@pytest.mark.parametrize("name", ["window_size", "n_layers", "yarn_scale_factor", "rms_norm_eps"])
+def test_a_configuration_that_was_changed(file, name):
+    "One bit makes a window of 3 one of 2: the tensors still fit, but the file is not what was saved"
+    path = file[1]
+    data = path.read_bytes()
+    at = data.index(b'\\"%s\\": ' % name.encode()) + len(name) + 6
+    assert chr(data[at]) in "0123456789"
+    path.write_bytes(flip(data, 8*at))
+    for read in (load_checkpoint, read_checkpoint):
+        with pytest.raises(ValueError, match="damaged"): read(path)
+
 def test_files_without_configuration(file):
     model, path = file
     state, _ = read_checkpoint(path)
