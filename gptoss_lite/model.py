@@ -168,7 +168,7 @@ def forward(self:GPTOSS,
         losses.append(aux)
     return self.logits(x), torch.cat(losses).mean()
 
-# %% ../nbs/09_model.ipynb #c082
+# %% ../nbs/09_model.ipynb #c084
 @patch
 def num_parameters(self:GPTOSS)->int: # a tied matrix counts once
     "How many numbers the model stores"
@@ -180,7 +180,7 @@ def num_active_parameters(self:GPTOSS)->int: # what one token meets
     idle = self.cfg.n_routed_experts - self.cfg.n_activated_experts
     return self.num_parameters() - sum(idle*sum(p.numel() for p in b.moe.experts[0].parameters()) for b in self.blocks)
 
-# %% ../nbs/09_model.ipynb #c089
+# %% ../nbs/09_model.ipynb #c091
 @patch
 def enable_gradient_checkpointing(self:GPTOSS,
     every:int=3, # blocks in a group
@@ -191,7 +191,7 @@ def enable_gradient_checkpointing(self:GPTOSS,
     if every < 1: raise ValueError(f"every={every}: must be at least 1; it counts blocks")
     self.checkpoint_every = every
 
-# %% ../nbs/09_model.ipynb #c099
+# %% ../nbs/09_model.ipynb #c102
 def tensor_digest(tensors:dict[str,Tensor])->str: # sha256, hex
     "Digest of names, types, shapes and bytes, in the order of the names; safetensors has no checksum of its own"
     h = hashlib.sha256()
@@ -207,7 +207,7 @@ def _text_digest(meta): # of all entries but itself
     text = json.dumps({k: v for k, v in meta.items() if k != "text_digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../nbs/09_model.ipynb #c102
+# %% ../nbs/09_model.ipynb #c105
 def save_checkpoint(
     model:GPTOSS,
     path:str|Path, # a `.safetensors` file
@@ -229,7 +229,7 @@ def save_checkpoint(
         os.replace(tmp, path)
     finally: tmp.unlink(missing_ok=True)
 
-# %% ../nbs/09_model.ipynb #c104
+# %% ../nbs/09_model.ipynb #c107
 def _read(path):
     "Tensors and metadata of a file whose text is intact"
     path = Path(path)
@@ -255,7 +255,7 @@ def read_checkpoint(
     _verify(path, state, meta)
     return state, meta
 
-# %% ../nbs/09_model.ipynb #c106
+# %% ../nbs/09_model.ipynb #c109
 def _check_fit(path, state, want):
     "Raise where the tensors `state` are not those of `want`"
     both = sorted(want.keys() & state.keys())
