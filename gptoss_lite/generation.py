@@ -176,8 +176,12 @@ def _decode_cached(model, input_ids, max_new_tokens, choose, cache, chunk):
     ids = input_ids if cache.pending is None else torch.cat([cache.pending.to(input_ids), input_ids], 1)
     if not cache.n_tokens: cache.reserve(ids.shape[1] + max_new_tokens)
     def feed(ids):
-        cache.pending = None
-        with evaluating(model): return prefill(model, ids, cache, chunk=chunk, sink_bias_cache=sinks)
+        waiting, cache.pending, before = cache.pending, None, [b.n_tokens for b in cache.buffers.values()]
+        try:
+            with evaluating(model): return prefill(model, ids, cache, chunk=chunk, sink_bias_cache=sinks)
+        except BaseException:
+            if [b.n_tokens for b in cache.buffers.values()] == before: cache.pending = waiting  # nothing was stored
+            raise
     for _ in range(max_new_tokens):
         new = choose(feed(ids))
         ids = cache.pending = new[:, None].clone()  # whoever gets `new` may write to it
