@@ -58,7 +58,8 @@ def prefill(
     sink_bias_cache:dict|None=None, # clamped sinks by `id(attn)`
 )->Tensor: # Logits after the last token, `(B, V)`
     "Read `ids` in chunks; the head sees the last position only. Call it without gradients"
-    if not ids.shape[1]: raise ValueError(f"ids has shape {tuple(ids.shape)}: must hold at least 1 token; skip empty calls")
+    if not ids.shape[1]:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}: must hold at least 1 token; skip empty calls")
     for s in range(0, ids.shape[1], chunk):
         x = forward_step(model, ids[:, s:s+chunk], cache.n_tokens, cache, sink_bias_cache)
     return model.logits(x[:, -1:])[:, -1]
@@ -99,50 +100,61 @@ def sample(
 
 # %% ../nbs/10_generation.ipynb #c073
 def _check_whole(name, n, least):
-    if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"{name}={n!r}: must be an int, not {type(n).__name__}; it counts tokens")
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"{name}={n!r}: must be an int, not {type(n).__name__}; it counts tokens")
     if n < least: raise ValueError(f"{name}={n}: must be at least {least}; it counts tokens")
 
 def _check_number(name, x, low=-math.inf, high=math.inf):
-    if isinstance(x, bool) or not isinstance(x, (int, float)): raise TypeError(f"{name}={x!r}: must be a number, not {type(x).__name__}; pass a float")
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name}={x!r}: must be a number, not {type(x).__name__}; pass a float")
     if not math.isfinite(x) or not low <= x <= high:
         lim = "finite" if low == -math.inf else f"in [{low}, {high}]"
         raise ValueError(f"{name}={x!r}: must be {lim}; nothing was generated, pass a value in that range")
 
 def _check_ids(input_ids, vocab_size, something_pending):
-    if not isinstance(input_ids, Tensor): raise TypeError(f"input_ids is a {type(input_ids).__name__}: must be a tensor of ids (B, T)")
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids is a {type(input_ids).__name__}: must be a tensor of ids (B, T)")
     if input_ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"input_ids has dtype {input_ids.dtype}: must be torch.int64 or torch.int32, integers that hold any id; use .long()")
-    if input_ids.dim() != 2: raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: must be (B, T); use input_ids[None] for one prompt")
-    B, T = input_ids.shape
-    if B == 0 or (T == 0 and not something_pending):
-        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: must hold at least 1 row and 1 token; give the model something to continue")
-    low, high = torch.stack(input_ids.aminmax()).tolist() if T else (0, 0)
+        raise TypeError(f"input_ids has dtype {input_ids.dtype}: must be torch.int64 or torch.int32, "
+                        "integers that hold any id; use .long()")
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2:
+        raise ValueError(f"input_ids has shape {shape}: must be (B, T); use input_ids[None] for one prompt")
+    if shape[0] == 0 or (shape[1] == 0 and not something_pending):
+        raise ValueError(f"input_ids has shape {shape}: must hold at least 1 row and 1 token; "
+                         "give the model something to continue")
+    low, high = torch.stack(input_ids.aminmax()).tolist() if shape[1] else (0, 0)
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"input_ids has ids from {low} to {high}: must lie in 0..{vocab_size-1} (vocab_size={vocab_size}); use the model's own tokenizer")
+        raise ValueError(f"input_ids has ids from {low} to {high}: must lie in 0..{vocab_size-1} "
+                         f"(vocab_size={vocab_size}); use the model's own tokenizer")
 
 # %% ../nbs/10_generation.ipynb #c075
 def _check_cache(model, input_ids, cache):
     "Refuse a cache that this model and this batch cannot continue"
+    way_out = "must be equal; use another cache or reset()"
     B, L, held = input_ids.shape[0], len(model.blocks), cache.buffers
     if held and set(held) != set(range(L)):
-        raise ValueError(f"cache holds {len(held)} layers, this model has {L}: must be the same ones; use another cache or reset()")
+        raise ValueError(f"cache holds {len(held)} layers, this model has {L}: {way_out}")
     if len({b.n_tokens for b in held.values()}) > 1:
         raise ValueError("cache holds layers of different lengths: a step was broken off; reset() it")
     if cache.pending is not None and cache.pending.shape[0] != B:
-        raise ValueError(f"input_ids has {B} rows, the cache {cache.pending.shape[0]}: must be equal; use another cache or reset()")
+        raise ValueError(f"input_ids has {B} rows, the cache {cache.pending.shape[0]}: {way_out}")
     for i, buf in held.items():
-        attn = model.blocks[i].attn
-        for what, theirs, ours in (("batch size", buf.k.shape[0], B), ("dtype", buf.k.dtype, model.embed.weight.dtype),
+        attn, (b, h, _, d) = model.blocks[i].attn, buf.k.shape
+        window = attn.window_size if attn.is_windowed else None
+        for what, theirs, ours in (("batch size", b, B),
+                                   ("key heads and head_dim", (h, d), (attn.n_kv_heads, attn.head_dim)),
+                                   ("dtype", buf.k.dtype, model.embed.weight.dtype),
                                    ("device", buf.k.device, input_ids.device),
-                                   ("key heads and head_dim", (buf.k.shape[1], buf.k.shape[3]), (attn.n_kv_heads, attn.head_dim)),
-                                   ("window", getattr(buf, "window", None), attn.window_size if attn.is_windowed else None)):
-            if theirs != ours:
-                raise ValueError(f"cache has {what} {theirs} in layer {i}, this call {ours}: must be equal; use another cache or reset()")
+                                   ("window", getattr(buf, "window", None), window)):
+            if theirs != ours: raise ValueError(f"cache has {what} {theirs} in layer {i}, this call {ours}: {way_out}")
 
 # %% ../nbs/10_generation.ipynb #c077
 def _check_inputs(model, input_ids, max_new_tokens, temperature, top_p, use_cache, cache, prefill_chunk):
-    if cache is not None and not isinstance(cache, MixedKVCache): raise TypeError(f"cache is a {type(cache).__name__}: must be a MixedKVCache")
-    if cache is not None and not use_cache: raise ValueError("use_cache=False with a cache: the replay keeps nothing; drop one of the two")
+    if cache is not None and not isinstance(cache, MixedKVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}: must be a MixedKVCache")
+    if cache is not None and not use_cache:
+        raise ValueError("use_cache=False with a cache: the replay keeps nothing; drop one of the two")
     pending = cache is not None and cache.pending is not None
     _check_ids(input_ids, model.cfg.vocab_size, pending)
     _check_whole("max_new_tokens", max_new_tokens, 0)
@@ -155,9 +167,9 @@ def _check_inputs(model, input_ids, max_new_tokens, temperature, top_p, use_cach
         total += cache.n_tokens + pending
         if total > cache.max_tokens:
             raise ValueError(f"{total} tokens in all (held, prompt and max_new_tokens={max_new_tokens}): must be at most "
-                             f"max_tokens={cache.max_tokens}; shorten the prompt or build the cache with a larger max_tokens")
-    if total > model.cfg.eval_max_seq_len:
-        warnings.warn(f"{total} tokens pass eval_max_seq_len={model.cfg.eval_max_seq_len}: positions go on, quality may not", stacklevel=3)
+                             f"max_tokens={cache.max_tokens}; shorten the prompt or pass a cache with a larger one")
+    if total > (limit := model.cfg.eval_max_seq_len):
+        warnings.warn(f"{total} tokens pass eval_max_seq_len={limit}: positions go on, quality may not", stacklevel=3)
 
 # %% ../nbs/10_generation.ipynb #c080
 @contextmanager
@@ -232,5 +244,6 @@ def generate(
     prefill_chunk:int=2048, # tokens of the prompt at a time
 )->Tensor: # ids `(B, T + max_new_tokens)`
     "Continue each row by `max_new_tokens` tokens; a cache then holds all but the last of them"
-    new = stream(model, input_ids, max_new_tokens, temperature, top_p, use_cache, cache=cache, prefill_chunk=prefill_chunk)
+    new = stream(model, input_ids, max_new_tokens, temperature, top_p, use_cache,
+                 cache=cache, prefill_chunk=prefill_chunk)
     return torch.cat([input_ids, *(t[:, None].to(input_ids) for t in new)], 1)
