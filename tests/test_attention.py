@@ -97,12 +97,9 @@ def test_gradient_of_one_alone(one, T):
     a, b = (torch.autograd.grad(f(*xs.values()).square().sum(), xs[one])[0] for f in (causal_attention, manual_causal_attention))
     assert worst(a, b) < 1e-11
 
-@pytest.mark.parametrize("S", [1, 2, 7, 64, 65, 130])
-@pytest.mark.parametrize("T", ["1", "2", "S-1", "S"])
+@pytest.mark.parametrize("T,S", [(T, S) for S in (1, 2, 7, 64, 65, 130) for T in sorted({1, 2, S-1, S}) if 1 <= T <= S])
 def test_window_around_the_length(S, T, path):
     "W = 1 and W within one of S, where a window begins or ceases to bind"
-    T = eval(T, {"S": S})
-    if not 1 <= T <= S: pytest.skip("no such queries")
     q, k, v = qkv(T=T, S=S, seed=S)
     s, full = rand(6, seed=3), causal_attention(q, k, v, rand(6, seed=3))
     for W in {1, 2, S-1, S, S+1} - {0}:
@@ -175,10 +172,9 @@ def test_equals_transformers_gpt_oss(T, S, W, path):
 # ---- partial results -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype,tol", [(torch.float64, 1e-11), (torch.float32, 2e-5), (torch.bfloat16, 2e-2)], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("R,S,D", [(5, 5, 4), (1, 1, 1), (3, 9, 8), (33, 33, 96), (2, 1500, 5)])
+@pytest.mark.parametrize("R,S,D,causal", [(5, 5, 4, False), (5, 5, 4, True), (1, 1, 1, False), (1, 1, 1, True), (3, 9, 8, False),
+                                          (33, 33, 96, False), (33, 33, 96, True), (2, 1500, 5, False)])
 def test_lse_is_a_natural_logarithm(R, S, D, causal, dtype, tol, path):
-    if causal and R != S: pytest.skip("a causal pass is square")
     q, k, v = rand(2, 3, R, D, dtype=dtype), rand(2, 3, S, D, seed=1, dtype=dtype), rand(2, 3, S, D, seed=2, dtype=dtype)
     out, lse = attend(q, k, v, causal)
     assert out.dtype == lse.dtype == torch.promote_types(dtype, torch.float32)

@@ -21,6 +21,8 @@ from oracle import (SIZES, YARN, Case, cached_logits, cases, config, dense, dens
                     random_model, sizes, splits, worst)
 
 EXACT, SINGLE, TIE, SEEN = 1e-9, 1e-4, 1e-3, 1e-2
+if settings.get_current_profile_name() == "thorough":  # of some thousand random models one or two round ten times worse
+    SINGLE, SEEN = 10*SINGLE, SEEN/10                  # than the rest, or hardly notice the window
 
 # ---- the cases prove something ---------------------------------------------------------------------------------
 
@@ -39,12 +41,11 @@ def test_oracle_tells_mistakes(case):
     "A window of W ± 1, dropped sinks and sinks that are not clamped are further off than any bound of this file"
     model, ids = case.model(), case.ids
     right = dense(model, ids)
-    seen = SEEN if settings.get_current_profile_name() == "checks" else SEEN/10  # one example in thousands moves less
     if case.binds:
         for window in {case.cfg.window_size + 1, max(case.cfg.window_size - 1, 1)} - {case.cfg.window_size}:
-            assert worst(dense_logits(model, ids, window=window), right.logits) > seen, f"window {window}"
+            assert worst(dense_logits(model, ids, window=window), right.logits) > SEEN, f"window {window}"
     if case.cfg.sink_bias:
-        assert worst(dense_logits(model, ids, sinks=False), right.logits) > seen
+        assert worst(dense_logits(model, ids, sinks=False), right.logits) > SEEN
         assert worst(dense_logits(model, ids, clamp=False), right.logits) > 1000*EXACT
         assert right.sink_share > 0.99
 
@@ -92,12 +93,9 @@ def test_past_the_default_chunk(layer_types):
         assert out[0, -1] == right[0, T-1].argmax()
         assert worst(prefill(model, ids[:, :T], MixedKVCache()), right[:, T-1]) <= EXACT
 
-@pytest.mark.parametrize("W", [1, 2, 5])
-@pytest.mark.parametrize("length", ["1", "W-1", "W", "W+1", "2W-1", "2W", "2W+1", "5W"])
-def test_edges(W, length):
+@pytest.mark.parametrize("W,T", [(W, T) for W in (1, 2, 5) for T in sorted({1, W-1, W, W+1, 2*W-1, 2*W, 2*W+1, 5*W}) if T])
+def test_edges(W, T):
     "Prompts around the window, in one call, in W - 1, W, W + 1 at a time, and token by token"
-    T = eval(length.replace("2W", "2*W").replace("5W", "5*W"), {"W": W})
-    if T < 1: pytest.skip("no prompt of 0 tokens")
     cfg = config(**SIZES[2], window_size=W)
     model, ids = random_model(cfg, 7), random_ids(cfg, 2, T, 7)
     right = dense_logits(model, ids)
