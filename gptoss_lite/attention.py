@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from .cache import MixedKVCache
 from .config import ModelConfig
+from .rows import Linear
 from .rope import YaRNRoPE, apply_rope
 
 # %% ../nbs/08_attention.ipynb #c012
@@ -127,13 +128,16 @@ def attend(
     k:Tensor, # `(B, Hkv, S, D)`
     v:Tensor, # `(B, Hkv, S, D)`
     causal:bool=False, # row i sees keys 0..i, which needs R = S
+    mask:Tensor|None=None, # bool, `(Hkv, R, S)`, True where a row sees a key, at least one in each row
 )->tuple[Tensor,Tensor]: # output and natural-log lse, in float32 or wider
-    "One pass over the keys without a mask: torch's own kernel on a CPU, key blocks elsewhere"
+    "One pass over the keys: torch's own kernel on a CPU, plain PyTorch elsewhere"
     R, S = q.shape[2], k.shape[2]
     if causal and R != S: raise ValueError(f"causal with {R} rows and {S} keys: must be equal; attend the history apart and merge")
-    if _flash is None or q.device.type != "cpu" or not (q.numel() and k.numel()): return attend_blocks(q, k, v, causal)
+    if _flash is None or q.device.type != "cpu" or not (q.numel() and k.numel()):
+        return attend_blocks(q, k, v, causal) if mask is None else attend_plain(q, k, v, mask)
+    if mask is not None: mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)[None]  # it takes numbers
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
-    (out, lse), wide = _flash(q, k, v, 0., causal), _wide(q)
+    (out, lse), wide = _flash(q, k, v, 0., causal, attn_mask=mask), _wide(q)
     return out.to(wide), lse.to(wide)
 
 # %% ../nbs/08_attention.ipynb #c067
@@ -159,6 +163,8 @@ def attend_full(
     return res[0].reshape(B, H, T, D), res[1].reshape(B, H, T)
 
 # %% ../nbs/08_attention.ipynb #c079
+def _needs_grad(*xs): return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs)
+
 def _band_mask(n, block, window, empty, device): # `(n, block, block + window - 1)` bool
     "What each row of each block sees in its piece of the keys; the first `empty` slots of all hold nothing"
     slot = torch.arange(block + window - 1, device=device)
@@ -178,12 +184,14 @@ def attend_band(
     G, block = H//Hkv, min(T, max(window, 64))
     n, empty = -(-T//block), window - 1 - (S - T)
     tail = n*block - T  # the last block may be short of queries
+    grad = _needs_grad(q, k, v)
     k, v = (F.pad(x, (0, 0, empty, tail)).unfold(2, block + window - 1, block).mT for x in (k, v))
     q = F.pad(q, (0, 0, 0, tail)).view(B, Hkv, G, n, block, D).transpose(2, 3).flatten(3, 4)  # `(B, Hkv, n, G*block, D)`
     mask = _band_mask(n, block, window, max(empty, 0), q.device).repeat(1, G, 1)
     def back(x): return x.unflatten(3, (G, block)).transpose(2, 3).reshape(B, H, n*block, *x.shape[4:])[:, :, :T]
-    out, lse = attend_plain(q, k, v, mask)
-    return back(out), back(lse)
+    if grad: return tuple(map(back, attend_plain(q, k, v, mask)))
+    res = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask=mask)  # a block for a head: `(B*Hkv, n, G*block, D)`
+    return tuple(back(x.unflatten(0, (B, Hkv))) for x in res)
 
 # %% ../nbs/08_attention.ipynb #c090
 SINK_KEY = 1024. # u, the sink key's one coordinate
@@ -245,7 +253,7 @@ def causal_attention(
     if window is not None and window < S:
         if T > 1: return apply_sink(*attend_band(q, k, v, window), sink_bias).to(q.dtype)
         k, v, S = k[:, :, -window:], v[:, :, -window:], window
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_bias)):
+    if _needs_grad(q, k, v, sink_bias):
         if T == S: return attend_full_grad(q, k, v, sink_bias)
         out, lse = attend_plain(_rows(q, Hkv), k, v, visible(T, S, device=q.device).repeat(H//Hkv, 1))
         return apply_sink(out.view(B, H, T, D), lse.view(B, H, T), sink_bias).to(q.dtype)
@@ -264,9 +272,9 @@ class GPTOSSAttention(nn.Module):
         C, D = cfg.d_model, cfg.head_dim
         self.is_windowed, self.window_size = is_windowed, cfg.window_size
         self.n_heads, self.n_kv_heads, self.n_rep, self.head_dim = cfg.n_heads, cfg.n_kv_heads, cfg.n_rep, D
-        self.q_proj = nn.Linear(C, cfg.n_heads*D, bias=False)
-        self.kv_proj = nn.Linear(C, 2*cfg.n_kv_heads*D, bias=False)
-        self.o_proj = nn.Linear(cfg.n_heads*D, C, bias=False)
+        self.q_proj = Linear(C, cfg.n_heads*D)
+        self.kv_proj = Linear(C, 2*cfg.n_kv_heads*D)
+        self.o_proj = Linear(cfg.n_heads*D, C)
         self.sink_bias = nn.Parameter(torch.zeros(cfg.n_heads)) if cfg.sink_bias else None
         self.yarn = YaRNRoPE(cfg)
         self.n_pruned_dims = 0 if is_windowed else {"pruned": D//4, "full": 0, "none": D//2}[cfg.rope_global_mode]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import GPTOSSAttention
 from .cache import MixedKVCache
 from .config import ModelConfig
+from .rows import Linear
 from .rope import YaRNRoPE
 
 # %% ../nbs/09_model.ipynb #c013
@@ -37,9 +38,9 @@ class Expert(nn.Module):
     "SwiGLU: `w2(silu(w1 x) * w3 x)`"
     def __init__(self, dim:int, hidden:int):
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden, bias=False)
+        self.w1 = Linear(dim, hidden)
+        self.w2 = Linear(hidden, dim)
+        self.w3 = Linear(dim, hidden)
 
     def forward(self, x:Tensor)->Tensor: return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
@@ -48,7 +49,7 @@ class Router(nn.Module):
     "Which experts a token takes, and with what weights"
     def __init__(self, dim:int, n_experts:int, n_active:int):
         super().__init__()
-        self.gate, self.n_active = nn.Linear(dim, n_experts, bias=False), n_active
+        self.gate, self.n_active = Linear(dim, n_experts), n_active
 
     def forward(self,
         x:Tensor, # `(N, C)`
@@ -119,7 +120,7 @@ class GPTOSS(nn.Module):
         self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
         self.blocks = nn.ModuleList(GPTOSSBlock(cfg, i) for i in range(cfg.n_layers))
         self.norm = RMSNorm(cfg.d_model, cfg.rms_norm_eps)
-        self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
+        self.head = Linear(cfg.d_model, cfg.vocab_size)
         if cfg.weight_tying: self.head.weight = self.embed.weight
         for p in self.parameters():  # a tied matrix comes once
             if p.dim() == 2: nn.init.normal_(p, std=cfg.init_std)
