@@ -156,6 +156,7 @@ def to_dict(self:ModelConfig)->dict: # Plain values, ready for JSON
 @patch(cls_method=True)
 def from_dict(cls:ModelConfig, d:dict)->ModelConfig:
     "The configuration that `to_dict` wrote; unknown names raise a `ValueError`"
+    if not isinstance(d, dict): raise ValueError(f"config is a {type(d).__name__}: must be a dict of the fields' names and values; use to_dict()")
     known = {f.name for f in fields(cls)}
     if extra := sorted(set(d) - known):
         raise ValueError(f"config has unknown names {extra}; known are {sorted(known)}; remove or rename them")

@@ -135,16 +135,20 @@ def _check_cache(model, input_ids, cache):
     B, L, held = input_ids.shape[0], len(model.blocks), cache.buffers
     if held and set(held) != set(range(L)):
         raise ValueError(f"cache holds {len(held)} layers, this model has {L}: {way_out}")
-    if len({b.n_tokens for b in held.values()}) > 1:
-        raise ValueError("cache holds layers of different lengths: a step was broken off; reset() it")
-    if cache.pending is not None and cache.pending.shape[0] != B:
-        raise ValueError(f"input_ids has {B} rows, the cache {cache.pending.shape[0]}: {way_out}")
+    pending = cache.pending
+    if len({b.n_tokens for b in held.values()}) > 1 or (pending is not None and pending.shape[1] == 0):
+        raise ValueError("cache holds part of a step that was broken off: must hold whole steps; reset() it")
+    if pending is not None and pending.shape[0] != B:
+        raise ValueError(f"input_ids has {B} rows, the cache {pending.shape[0]}: {way_out}")
+    if pending is not None: _check_ids(pending, model.cfg.vocab_size, True)
+    device = input_ids.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.embed.weight.dtype
     for i, buf in held.items():
         attn, (b, h, _, d) = model.blocks[i].attn, buf.k.shape
         window = attn.window_size if attn.is_windowed else None
         for what, theirs, ours in (("batch size", b, B),
                                    ("key heads and head_dim", (h, d), (attn.n_kv_heads, attn.head_dim)),
-                                   ("dtype", buf.k.dtype, model.embed.weight.dtype),
+                                   ("dtype", buf.k.dtype, dtype),
                                    ("device", buf.k.device, input_ids.device),
                                    ("window", getattr(buf, "window", None), window)):
             if theirs != ours: raise ValueError(f"cache has {what} {theirs} in layer {i}, this call {ours}: {way_out}")
@@ -169,7 +173,7 @@ def _check_inputs(model, input_ids, max_new_tokens, temperature, top_p, use_cach
             raise ValueError(f"{total} tokens in all (held, prompt and max_new_tokens={max_new_tokens}): must be at most "
                              f"max_tokens={cache.max_tokens}; shorten the prompt or pass a cache with a larger one")
     if total > (limit := model.cfg.eval_max_seq_len):
-        warnings.warn(f"{total} tokens pass eval_max_seq_len={limit}: positions go on, quality may not", stacklevel=3)
+        warnings.warn(f"the text passes eval_max_seq_len={limit}: positions go on, quality may not", stacklevel=3)
 
 # %% ../nbs/10_generation.ipynb #c080
 @contextmanager
@@ -178,25 +182,28 @@ def evaluating(model:GPTOSS):
     training = [m for m in model.modules() if m.training] if model.training else []
     if training: model.eval()
     try:
-        with torch.no_grad(): yield model
+        with torch.inference_mode(False), torch.no_grad(): yield model  # a cache must outlive the caller's inference mode
     finally:
         for m in training: m.training = True
 
 # %% ../nbs/10_generation.ipynb #c082
-def _decode_cached(model, input_ids, max_new_tokens, choose, cache, chunk):
+def _decode_cached(model, ids, max_new_tokens, choose, cache, chunk, waiting, held):
     sinks = {}
-    ids = input_ids if cache.pending is None else torch.cat([cache.pending.to(input_ids), input_ids], 1)
-    if not cache.n_tokens: cache.reserve(ids.shape[1] + max_new_tokens)
     def feed(ids):
-        waiting, cache.pending, before = cache.pending, None, [b.n_tokens for b in cache.buffers.values()]
+        if cache.pending is not waiting or cache.n_tokens != held:
+            raise ValueError(f"cache holds {cache.n_tokens} tokens, this stream left {held}: it was used or reset by another call since; "
+                             "give each stream a cache of its own")
+        before, cache.pending = [b.n_tokens for b in cache.buffers.values()], ids[:, :0]  # no column: a step is under way
         try:
             with evaluating(model): return prefill(model, ids, cache, chunk=chunk, sink_bias_cache=sinks)
         except BaseException:
             if [b.n_tokens for b in cache.buffers.values()] == before: cache.pending = waiting  # nothing was stored
             raise
+    if not held: cache.reserve(ids.shape[1] + max_new_tokens)
     for _ in range(max_new_tokens):
         new = choose(feed(ids))
-        ids = cache.pending = new[:, None].clone()  # whoever gets `new` may write to it
+        ids = waiting = cache.pending = new[:, None].clone()  # whoever gets `new` may write to it
+        held = cache.n_tokens
         yield new
     if max_new_tokens == 0:  # read the prompt all the same; its last token is what waits
         if ids.shape[1] > 1: feed(ids[:, :-1])
@@ -230,7 +237,9 @@ def stream(
     model.to(input_ids.device)
     choose = lambda logits: sample(logits, temperature, top_p)
     if not use_cache: return _replay(model, input_ids, max_new_tokens, choose)
-    return _decode_cached(model, input_ids, max_new_tokens, choose, cache, prefill_chunk)
+    waiting = cache.pending
+    ids = input_ids if waiting is None else torch.cat([waiting.to(input_ids), input_ids], 1)
+    return _decode_cached(model, ids, max_new_tokens, choose, cache, prefill_chunk, waiting, cache.n_tokens)
 
 def generate(
     model:GPTOSS,

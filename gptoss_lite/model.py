@@ -160,7 +160,10 @@ def forward(self:GPTOSS,
     positions:Tensor|None=None, # Absolute positions, `(T,)`; by default 0 .. T-1
 )->tuple[Tensor,Tensor]: # logits `(B, T, V)` in float32 or wider, the mean balancing loss
     "All logits of a whole sequence: for training, and the reference that the cache is held to"
+    if idx.dim() != 2: raise ValueError(f"idx has shape {tuple(idx.shape)}: must be (B, T); use idx[None] for one text")
     if positions is None: positions = torch.arange(idx.shape[1], device=idx.device)
+    if positions.shape != idx.shape[1:]:
+        raise ValueError(f"positions has shape {tuple(positions.shape)}: must be ({idx.shape[1]},), one for each token of idx; leave it out for 0 .. T-1")
     x, tables, L = self.embed(idx), self.tables(positions), len(self.blocks)
     every = self.checkpoint_every if torch.is_grad_enabled() else 0
     losses = []
@@ -226,7 +229,10 @@ def save_checkpoint(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path={str(path)!r}: its folder does not exist; make the folder first")
     state = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
-    if model.cfg.weight_tying: del state["head.weight"]
+    if model.cfg.weight_tying:
+        if model.head.weight is not model.embed.weight:
+            raise ValueError("head.weight is not embed.weight: must be one matrix, as weight_tying=True says; tie them or use weight_tying=False")
+        del state["head.weight"]
     meta = {**(metadata or {}), "format": _FORMAT, "config": json.dumps(model.cfg.to_dict())}
     meta["digest"] = tensor_digest(state)
     meta["text_digest"] = _text_digest(meta)

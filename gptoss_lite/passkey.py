@@ -8,7 +8,7 @@ __all__ = ['WORDS', 'NEEDLE', 'QUESTION', 'ANSWER', 'DEPTHS', 'TARGETS', 'make_f
            'target_at']
 
 # %% ../nbs/11_passkey.ipynb #c002
-import json, math, random, re, statistics, time
+import json, math, random, re, statistics, time, warnings
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from typing import Sequence
@@ -61,6 +61,7 @@ class PromptBuilder:
     ):
         self.tokenizer = tokenizer
         self.words = [self.encode(" " + w) for w in WORDS]
+        if not all(self.words): raise ValueError(f"tokenizer {type(tokenizer).__name__}: must give every word a token; use another one")
         bos = getattr(tokenizer, "bos_token_id", None)
         self.bos = [] if bos is None else [bos]
         pads = [p for p in map(self.encode, (" ", "\n", " a", "a")) if len(p) == 1]
@@ -166,8 +167,8 @@ def extract_passkey_from_output(self:PasskeyEvaluator,
     output:str, # text of the new tokens alone
 )->str|None:
     "The first five-digit number that stands alone, or None"
-    m = re.search(r"\b([0-9]{5})\b", output)
-    return m and m[1]
+    m = re.search(r"(?<!\w)(?<![0-9][.,])([0-9]{5})(?!\w)(?![.,][0-9])", output)  # 0.12345 and 12,345 are other numbers
+    return m and m[0]
 
 # %% ../nbs/11_passkey.ipynb #c058
 @dataclass
@@ -188,7 +189,9 @@ def run_trial(self:PasskeyEvaluator, length:int, trial:int, key:str, depth:float
     "Build one prompt, generate greedily, and score the new tokens"
     ids = torch.tensor([self.build_prompt_ids(key, length, depth, seed)], device=self.device or self.model.embed.weight.device)
     start = time.perf_counter()
-    out = generate(self.model, ids, max_new_tokens, temperature=0.)
+    with warnings.catch_warnings():  # a context length counts the prompt, the answer comes on top
+        if length <= self.model.cfg.eval_max_seq_len: warnings.filterwarnings("ignore", "the text passes eval_max_seq_len")
+        out = generate(self.model, ids, max_new_tokens, temperature=0.)
     text = self.tokenizer.decode(out[0, length:].tolist())
     answer = self.extract_passkey_from_output(text)
     return Trial(length, trial, key, depth, seed, text, answer, answer == key, time.perf_counter() - start)

@@ -177,7 +177,7 @@ def test_a_step_that_was_broken_off_is_noticed(model):
     hook = model.blocks[2].register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt): generate(model, ids()[:, :0], 3, 0, cache=cache)
     hook.remove()
-    with pytest.raises(ValueError, match="different lengths.*reset"): generate(model, ids(), 3, 0, cache=cache)
+    with pytest.raises(ValueError, match="broken off.*reset"): generate(model, ids(), 3, 0, cache=cache)
     cache.reset()
     assert torch.equal(generate(model, ids(), 3, 0, cache=cache), generate(model, ids(), 3, 0))
 
@@ -191,7 +191,8 @@ def test_no_token_is_fed_twice(model, step, monkeypatch):
         return right(logits, *args)
     monkeypatch.setattr(generation, "sample", choose)
     with pytest.raises(KeyboardInterrupt): generate(model, ids(), 5, 0, cache=cache)
-    assert cache.n_tokens + (cache.pending is not None) == 8 + step
+    assert cache.n_tokens == 8 + step and cache.pending.shape == (2, 0), "all was fed, and what comes next is unknown"
+    with pytest.raises(ValueError, match="broken off.*reset"): generate(model, ids(), 5, 0, cache=cache)
 
 @pytest.mark.parametrize("turn", [0, 4])
 def test_a_step_that_stored_nothing_can_be_repeated(model, turn):
@@ -560,3 +561,48 @@ def test_on_a_gpu(dtype, tol):
     assert worst(got.cpu(), dense_logits(random_model(CFG, dtype=dtype), out.cpu())[:, -1]) < tol
     if dtype == torch.float64: assert torch.equal(out.cpu(), generate(random_model(CFG, dtype=dtype), ids(), 20, 0))
     with pytest.raises(ValueError, match="device"): generate(model, P, 2, cache=cache)
+
+
+@pytest.mark.parametrize("where, call", [("embed", 3), ("norm", 1), ("blocks.2", 2)])
+def test_a_prefill_that_was_broken_off_between_chunks_is_noticed(model, where, call):
+    calls = []
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == call: raise KeyboardInterrupt
+    cache, hook = MixedKVCache(), model.get_submodule(where).register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt): generate(model, ids(), 3, 0, cache=cache, prefill_chunk=3)
+    hook.remove()
+    with pytest.raises(ValueError, match="broken off.*reset"): generate(model, ids(), 3, 0, cache=cache)
+    cache.reset()
+    assert torch.equal(generate(model, ids(), 3, 0, cache=cache), generate(model, ids(), 3, 0))
+
+@pytest.mark.parametrize("meddle", [lambda m, c: generate(m, ids()[:, :0], 2, 0, cache=c), lambda m, c: c.reset()])
+def test_a_stream_notices_that_its_cache_was_used(model, meddle):
+    cache = MixedKVCache()
+    s = stream(model, ids(), 5, 0, cache=cache)
+    next(s)
+    meddle(model, cache)
+    with pytest.raises(ValueError, match="used or reset by another call"): next(s)
+
+def test_two_streams_that_were_made_together_cannot_both_run(model):
+    cache = MixedKVCache(max_tokens=20)
+    a, b = (stream(model, ids(), 5, 0, cache=cache) for _ in range(2))
+    list(a)
+    with pytest.raises(ValueError, match="used or reset by another call"): next(b)
+
+def test_inference_mode_and_autocast_can_be_left_and_entered(model):
+    want, cache = generate(model, ids(), 8, 0), MixedKVCache()
+    with torch.inference_mode(): a = generate(model, ids(), 4, 0, cache=cache)
+    b = generate(model, ids()[:, :0], 4, 0, cache=cache)
+    assert torch.equal(torch.cat([a, b], 1), want)
+    cache = MixedKVCache()
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model.float(), ids(), 3, 0, cache=cache)
+        generate(model, ids()[:, :0], 3, 0, cache=cache)
+    with pytest.raises(ValueError, match="cache has dtype torch.bfloat16"): generate(model, ids()[:, :0], 3, 0, cache=cache)
+
+def test_a_pending_id_of_another_vocabulary_is_refused(model):
+    cache = MixedKVCache()
+    generate(model, ids(), 3, 0, cache=cache)
+    cache.pending[:] = model.cfg.vocab_size
+    with pytest.raises(ValueError, match="ids from.*vocab_size"): generate(model, ids(), 3, 0, cache=cache)

@@ -386,3 +386,17 @@ def test_the_preset_runs():
     model = GPTOSS(gptoss_tiny())
     logits, aux = model(random_ids(gptoss_tiny(), 2, 20))
     assert logits.shape == (2, 20, 97) and logits.isfinite().all() and 0.5 < aux.item() < 5
+
+
+def test_positions_must_be_one_for_each_token():
+    m = random_model(config())
+    ids = random_ids(m.cfg, 2, 9)
+    for bad in (torch.tensor([5]), torch.tensor(5), torch.arange(8), torch.arange(18).view(2, 9)):
+        with pytest.raises(ValueError, match=r"positions has shape.*must be \(9,\)"): m(ids, bad)
+    with pytest.raises(ValueError, match="idx has shape"): m(ids[0])
+
+def test_a_head_that_came_untied_is_not_dropped(tmp_path):
+    m = random_model(config())
+    m.head.weight = torch.nn.Parameter(torch.randn_like(m.head.weight))
+    with pytest.raises(ValueError, match="head.weight is not embed.weight.*weight_tying"): save_checkpoint(m, tmp_path/"m.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -304,3 +304,20 @@ def test_pretrained_comes_with_its_evaluation_configuration_or_another():
 def test_pretrained_finds_the_key():
     ev = PasskeyEvaluator(*load_pretrained())
     assert ev.evaluate([512, 1024], n_trials=3, passkey_position="spread", base_seed=5_000_000) == {512: 1., 1024: 1.}
+
+
+@pytest.mark.parametrize("output", ["0.12345", "12345.6", "1,12345", "12345,678", "x12345", "12345_"])
+def test_part_of_another_number_is_no_answer(char_ev, output): assert char_ev.extract_passkey_from_output(output) is None
+
+
+def test_a_tokenizer_that_drops_words_is_refused():
+    class Mute(CharTokenizer):
+        def encode(self, text, add_special_tokens=False): return super().encode(text) if len(text) == 1 else []
+    with pytest.raises(ValueError, match="tokenizer Mute.*every word"): PromptBuilder(Mute())
+
+
+def test_a_prompt_of_the_evaluated_length_does_not_warn(recwarn):
+    ev = PasskeyEvaluator(GPTOSS(gptoss_tiny().replace(vocab_size=256, eval_max_seq_len=100)), CharTokenizer())
+    ev.evaluate([100], n_trials=1)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="eval_max_seq_len=100"): ev.evaluate([101], n_trials=1)
