@@ -82,10 +82,13 @@ class MoELayer(nn.Module):
     def forward(self, x:Tensor)->tuple[Tensor,Tensor]: # `(B, T, C)` like `x`, and the balancing loss, a scalar
         flat = x.reshape(-1, x.shape[-1])
         weights, experts, probs = self.router(flat)
-        out = torch.zeros_like(flat)
-        for e in experts.unique().tolist():
-            token, slot = (experts == e).nonzero(as_tuple=True)
-            out.index_add_(0, token, self.experts[e](flat[token]) * weights[token, slot, None].to(x.dtype))
+        if len(flat) == 1:  # one token: nothing to sort
+            out = sum(self.experts[e](flat) * w for e, w in zip(experts[0].tolist(), weights[0].to(x.dtype)))
+        else:
+            out = torch.zeros_like(flat)
+            for e in experts.unique().tolist():
+                token, slot = (experts == e).nonzero(as_tuple=True)
+                out.index_add_(0, token, self.experts[e](flat[token]) * weights[token, slot, None].to(x.dtype))
         for shared in self.shared_experts: out = out + shared(flat)
         return out.view_as(x), balancing_loss(experts, probs)
 
