@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import gptoss_lite
+import gptoss_lite.bench as B
 import gptoss_lite.cli as C
 from gptoss_lite.cli import app, cpu_name, main, printable, run_info
 from gptoss_lite.config import gptoss_tiny
@@ -21,9 +22,11 @@ run = lambda *a: CliRunner().invoke(app, [str(x) for x in a])
 def test_help_on_each():
     top = run("--help")
     assert top.exit_code == 0 and run().output == top.output
-    for cmd in "smoke kv passkey generate train".split():
+    for cmd in "smoke kv passkey generate train bench".split():
         assert cmd in top.output
         assert run(cmd, "--help").exit_code == 0
+    for cmd in "decode prefill cache".split():
+        assert cmd in run("bench", "--help").output and run("bench", cmd, "--help").exit_code == 0
 
 
 def test_the_console_script_is_this():
@@ -164,20 +167,20 @@ def test_train_writes_a_checkpoint_that_evaluates(tmp_path):
 def test_run_info_names_the_processor(monkeypatch):
     info = run_info()
     assert info["machine"] == cpu_name() != "" and info["device"] == "cpu" and info["cores"] >= 1 and info["time"].endswith("+00:00")
-    monkeypatch.setattr(C.Path, "exists", lambda self: False)
-    monkeypatch.setattr(C.sys, "platform", "other")
-    monkeypatch.setattr(C.platform, "processor", lambda: "")
-    monkeypatch.setattr(C.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(B.Path, "exists", lambda self: False)
+    monkeypatch.setattr(B.sys, "platform", "other")
+    monkeypatch.setattr(B.platform, "processor", lambda: "")
+    monkeypatch.setattr(B.platform, "machine", lambda: "riscv64")
     assert cpu_name() == "riscv64"
 
 
 def test_the_processor_of_a_system_that_names_none(monkeypatch):
-    monkeypatch.setattr(C.Path, "exists", lambda self: True)
-    monkeypatch.setattr(C.Path, "read_text", lambda self, **kw: "processor\t: 0\nBogoMIPS\t: 50.00\n")
-    monkeypatch.setattr(C.platform, "processor", lambda: "")
-    monkeypatch.setattr(C.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(B.Path, "exists", lambda self: True)
+    monkeypatch.setattr(B.Path, "read_text", lambda self, **kw: "processor\t: 0\nBogoMIPS\t: 50.00\n")
+    monkeypatch.setattr(B.platform, "processor", lambda: "")
+    monkeypatch.setattr(B.platform, "machine", lambda: "aarch64")
     assert cpu_name() == "aarch64"
-    monkeypatch.setattr(C.Path, "read_text", lambda self, **kw: "model name\t: A Processor @ 2 GHz\nmodel name\t: Another\n")
+    monkeypatch.setattr(B.Path, "read_text", lambda self, **kw: "model name\t: A Processor @ 2 GHz\nmodel name\t: Another\n")
     assert cpu_name() == "A Processor @ 2 GHz"
 
 
@@ -215,6 +218,14 @@ def test_the_processor_of_a_system_that_names_none(monkeypatch):
     (["train", "run", "--steps", "1,2,0"], "steps='1,2,0'"),
     (["train", "run", "--threads", "0"], "--threads"),
     (["train", "file"], "file"),
+    (["bench", "decode", "--contexts", "1k"], "contexts='1k'"),
+    (["bench", "decode", "--contexts", "0"], "contexts='0'"),
+    (["bench", "prefill", "--competitors", "ours,llama"], "'llama'"),
+    (["bench", "prefill", "--dtype", "int8"], "dtype='int8'"),
+    (["bench", "decode", "--device", "mps"], "device='mps'"),
+    (["bench", "decode", "--repeats", "0"], "--repeats"),
+    (["bench", "cache", "--json", "."], "file that can be written"),
+    (["bench", "cache", "--config", "bad.json"], "no_such"),
     (["fly"], "fly"),
     (["kv", "--fast"], "--fast")])
 def test_bad_input_ends_with_one_line(argv, words, monkeypatch, capsys, tmp_path):
