@@ -144,10 +144,41 @@ def test_visible():
     assert visible(3, 5, 2).int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
     assert visible(2, 3).int().tolist() == [[1, 1, 0], [1, 1, 1]]
 
-@pytest.mark.parametrize("change,match", [(dict(H=5), "5 heads"), (dict(T=8), "8 tokens"), (dict(window=0), "window=0")], ids=str)
-def test_errors(change, match):
-    q, k, v = rand(2, change.get("H", 6), change.get("T", 5), 4), rand(2, 3, 7, 4), rand(2, 3, 7, 4)
-    with pytest.raises(ValueError, match=match): causal_attention(q, k, v, None, change.get("window"))
+def refused(what):
+    "What `causal_attention` must not take: the arguments, the error, and words of its message"
+    q, k, v = qkv()
+    match what:
+        case "heads": return (q[:, :5], k, v), ValueError, ["q has 5 heads", "3", "multiple"]
+        case "too many queries": return (rand(2, 6, 8, 4), k, v), ValueError, ["q has 8 tokens", "7"]
+        case "no queries": return (q[:, :, :0], k, v), ValueError, ["q has shape (2, 6, 0, 4)", "at least 1"]
+        case "no rows": return (q[:0], k[:0], v[:0]), ValueError, ["q has shape (0, 6, 5, 4)", "at least 1"]
+        case "q has three dimensions": return (q[0], k, v), ValueError, ["q has shape (6, 5, 4)", "four dimensions"]
+        case "k has three dimensions": return (q, k[0], v[0]), ValueError, ["k has shape (3, 7, 4)", "four dimensions"]
+        case "v is shorter": return (q, k, v[:, :, 1:]), ValueError, ["v has shape (2, 3, 6, 4)", "(2, 3, 7, 4)"]
+        case "batch": return (q, k[:1], v[:1]), ValueError, ["q has batch", "(2, 4)", "(1, 4)"]
+        case "k of another dtype": return (q, k.float(), v.float()), ValueError, ["k has dtype torch.float32", "float64", "convert"]
+        case "v of another dtype": return (q, k, v.half()), ValueError, ["v has dtype torch.float16", "float64", "convert"]
+        case "v on another device": return (q, k, v.to("meta")), ValueError, ["v has device meta", "cpu", "convert"]
+        case "q is a list": return (q.tolist(), k, v), TypeError, ["q is a list", "tensor", "convert"]
+        case "v is nothing": return (q, k, None), TypeError, ["v is a NoneType", "tensor"]
+        case "sinks in a list": return (q, k, v, [0.]*6), TypeError, ["sink_bias is a list", "tensor", "(6,)"]
+        case "a sink": return (q, k, v, 0.5), TypeError, ["sink_bias is a float", "tensor"]
+        case "too few sinks": return (q, k, v, rand(3)), ValueError, ["sink_bias has shape (3,)", "(6,)"]
+        case "window 0": return (q, k, v, None, 0), ValueError, ["window=0", "at least 1", "None"]
+        case "window is no int": return (q, k, v, None, 2.0), TypeError, ["window=2.0", "int", "None"]
+        case "window is a bool": return (q, k, v, None, True), TypeError, ["window=True", "int", "None"]
+
+REFUSED = [c.strip().split('"')[1] for c in open(__file__, encoding="utf-8") if c.strip().startswith("case ")]
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what, grad):
+    "The argument, its value, the limit and the way out, whichever path would have run"
+    args, exc, words = refused(what)
+    if grad and isinstance(args[0], torch.Tensor): args[0].requires_grad_()
+    with pytest.raises(exc) as e: causal_attention(*args)
+    for word in words: assert word in str(e.value), (word, str(e.value))
+    assert ";" in str(e.value), f"no way out: {e.value}"
 
 # ---- against transformers --------------------------------------------------------------------------------------
 
@@ -319,6 +350,24 @@ def test_no_scores_beyond_the_band():
     assert n <= B*HKV*G*T*2*W
     q2, k2, v2 = qkv(B, HKV, G, 4*T, 4*T+W-1, D, dtype=torch.float32)
     assert largest(attend_band, q2, k2, v2, W) <= 4.2*n  # linear in T
+
+@pytest.mark.parametrize("T,W", [(2048, 128), (4097, 4096), (3000, 2900), (3000, 700), (1500, 1)])
+def test_a_band_is_never_more_than_dense(T, W, path):
+    "However wide the window: no tensor comes near the square, and none is larger than 2,048 queries' scores"
+    G, D = 2, 4
+    q, k, v = qkv(1, 1, G, T, T, D, dtype=torch.float32)
+    n = largest(attend_band, q, k, v, W)
+    assert n < G*T*T / 2 and n <= max(G*2048*(W+511), G*T*D)
+    if path == "kernel": assert n <= max(G*512*(W+511), G*T*D)  # the mask of one block
+
+@pytest.mark.parametrize("W", [1, 70, 600])
+@pytest.mark.parametrize("T,past", [(1, 0), (600, 0), (1300, 300), (700, 1500), (2600, 10)])
+def test_bands_of_many_blocks(T, past, W, path):
+    "Lengths and windows beyond a block of 512 queries and a pass of 2,048, with any history"
+    q, k, v = qkv(2, 1, 2, T, T+past, 3)
+    for x, y in ((q, k), (q, k.transpose(0, 1).contiguous().transpose(0, 1))):  # rows of a batch that lie apart, too
+        got = apply_sink(*attend_band(x, y, v, W), rand(2, seed=9))
+        assert worst(got, manual_causal_attention(q, k, v, rand(2, seed=9), W)) < 1e-12
 
 def test_no_square_in_training():
     "Nor in the pass that keeps what the gradients need, forward or backward"
