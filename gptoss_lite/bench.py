@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COMPETITORS', 'AGREE', 'COLOR', 'cpu_name', 'run_info', 'measure_machine', 'prefill_flops', 'Ours', 'Concat',
            'Specification', 'hf_config', 'hf_order', 'hf_weights', 'hf_model', 'Transformers', 'TransformersStatic',
-           'stats', 'disagreement', 'random_model', 'random_ids', 'fill_alike', 'rounds', 'decode_rows', 'prefill_rows',
+           'disagreement', 'random_model', 'random_ids', 'fill_alike', 'stats', 'rounds', 'decode_rows', 'prefill_rows',
            'attention_rows', 'windowed_rows', 'peak_memory', 'memory_child', 'memory_rows', 'collect', 'describe',
            'measured', 'results_machine', 'plot_decode', 'plot_roofline', 'plot_memory']
 
@@ -49,7 +49,7 @@ def run_info(device:str="cpu")->dict: # what a reader needs to repeat or doubt a
     return dict(gptoss_lite=gptoss_lite.__version__, torch=torch.__version__, python=platform.python_version(), device=device,
                 machine=name, cores=os.cpu_count(), threads=torch.get_num_threads(), time=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
-# %% ../nbs/14_bench.ipynb #c009
+# %% ../nbs/14_bench.ipynb #c010
 def measure_machine(
     device:str="cpu", # or cuda
 )->Hardware: # Peaks as measured now
@@ -59,7 +59,7 @@ def measure_machine(
     return Hardware("this machine", 2*2048**3/best_seconds(lambda: a @ a, moment=1), x.nbytes/best_seconds(x.sum, moment=1),
                     "measured: a sum over 512 MiB, a product of 2048 by 2048 matrices, float32")
 
-# %% ../nbs/14_bench.ipynb #c010
+# %% ../nbs/14_bench.ipynb #c013
 def prefill_flops(
     cfg:ModelConfig,
     T:int, # Tokens of the prompt
@@ -70,7 +70,7 @@ def prefill_flops(
     attention = sum(pairs[kind] for kind in cfg.kinds)*prefill_attention_flops(cfg, 1)
     return T*cfg.n_layers*layer_matrix_flops(cfg) + attention + 2*cfg.vocab_size*cfg.d_model
 
-# %% ../nbs/14_bench.ipynb #c013
+# %% ../nbs/14_bench.ipynb #c018
 class Ours:
     "This library, as `generate` calls it"
     def __init__(self,
@@ -100,7 +100,7 @@ class Ours:
     held = staticmethod(lambda cfg, T, dtype: kv_cache_bytes(cfg, T, dtype=dtype)) # bytes of its cache
     workspace = staticmethod(lambda cfg, T: 0) # numbers of a prefill that grow faster than the cache
 
-# %% ../nbs/14_bench.ipynb #c014
+# %% ../nbs/14_bench.ipynb #c020
 class Concat(Ours):
     "Our model over a cache that concatenates: everything is kept, and every token copies it"
     def __init__(self, model:GPTOSS, room:int): self.model, self.sinks, self.cache = model, {}, ConcatKVCache()
@@ -110,7 +110,7 @@ class Concat(Ours):
         return self.model.logits(x[:, -1:])[:, -1]
     held = staticmethod(lambda cfg, T, dtype: kv_cache_bytes(cfg, T, dtype=dtype, full=True))
 
-# %% ../nbs/14_bench.ipynb #c015
+# %% ../nbs/14_bench.ipynb #c022
 class Specification(Ours):
     "Append, then get; K and V repeated for all query heads; a column for the sink; a mask over the history; the head on all positions"
     def feed(self, ids:Tensor)->Tensor:
@@ -138,7 +138,7 @@ class Specification(Ours):
 
     workspace = staticmethod(lambda cfg, T: 2*cfg.n_heads*T**2 + cfg.vocab_size*T)
 
-# %% ../nbs/14_bench.ipynb #c017
+# %% ../nbs/14_bench.ipynb #c027
 def hf_config(cfg:ModelConfig): # a transformers.GptOssConfig
     "The same sizes in transformers' words"
     from transformers import GptOssConfig
@@ -158,7 +158,7 @@ def hf_order(x:Tensor)->Tensor: # `(..., D)`
     "Coordinates from our pairs (2i, 2i+1) to theirs (i, i+D/2)"
     return torch.cat([x[..., 0::2], x[..., 1::2]], -1)
 
-# %% ../nbs/14_bench.ipynb #c018
+# %% ../nbs/14_bench.ipynb #c029
 def hf_weights(model:GPTOSS)->dict[str,Tensor]: # for transformers' GptOssForCausalLM
     "Our weights under transformers' names, in its layout; embedding, head, norms and output projections are shared, not copied"
     cfg, sd, out = model.cfg, {n: t.detach() for n, t in model.state_dict().items()}, {}
@@ -189,7 +189,7 @@ def hf_model(model:GPTOSS): # a transformers.GptOssForCausalLM
     if model.embed.weight.dtype == torch.float64: hf.set_experts_implementation("eager") # its default way has no float64
     return hf.eval().to(model.embed.weight.device)
 
-# %% ../nbs/14_bench.ipynb #c019
+# %% ../nbs/14_bench.ipynb #c031
 _TWINS = WeakKeyDictionary() # one copy for all runs of a model
 
 class Transformers(Ours):
@@ -249,20 +249,7 @@ class TransformersStatic(Transformers):
 COMPETITORS = {"ours": Ours, "concat": Concat, "specification": Specification,
                "transformers": Transformers, "transformers-static": TransformersStatic}
 
-# %% ../nbs/14_bench.ipynb #c021
-AGREE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05} # relative to the logits' size
-
-def _wait(device): return torch.cuda.synchronize() if torch.device(device).type == "cuda" else None
-
-def _timed(job, device): # what it returns, and seconds
-    _wait(device)
-    start = perf_counter(); out = job(); _wait(device)
-    return out, perf_counter() - start
-
-def stats(times:list[float])->dict: # seconds
-    "Median and spread"
-    return dict(seconds=median(times), fastest=min(times), slowest=max(times), repeats=len(times))
-
+# %% ../nbs/14_bench.ipynb #c034
 def disagreement(got:Tensor, want:Tensor)->float: # root mean square, relative
     "How far logits lie apart, in units of their size"
     return ((got - want).float().square().mean()/want.float().square().mean()).sqrt().item()
@@ -288,7 +275,21 @@ def fill_alike(rivals:list, T:int, seed:int=0)->None: # competitors
         k, v = (torch.randn(1, cfg.n_kv_heads, T, cfg.head_dim, generator=g).to(like) for _ in "kv")
         for r in rivals: r.fill(i, k, v)
 
-# %% ../nbs/14_bench.ipynb #c022
+# %% ../nbs/14_bench.ipynb #c042
+AGREE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05} # relative to the logits' size
+
+def _wait(device): return torch.cuda.synchronize() if torch.device(device).type == "cuda" else None
+
+def _timed(job, device): # what it returns, and seconds
+    _wait(device)
+    start = perf_counter(); out = job(); _wait(device)
+    return out, perf_counter() - start
+
+def stats(times:list[float])->dict: # seconds
+    "Median and spread"
+    return dict(seconds=median(times), fastest=min(times), slowest=max(times), repeats=len(times))
+
+# %% ../nbs/14_bench.ipynb #c043
 def rounds(
     model:GPTOSS,
     names:list[str], # competitors beside ours
@@ -344,7 +345,7 @@ def decode_rows(
                 else: yield row | stats(times[n]) | dict(times_ours=median(times[n])/median(times["ours"]) if "ours" not in why else None)
             del rivals, r; gc.collect()
 
-# %% ../nbs/14_bench.ipynb #c023
+# %% ../nbs/14_bench.ipynb #c045
 def prefill_rows(
     model:GPTOSS,
     contexts:list[int], # tokens of the prompt
@@ -387,7 +388,7 @@ def prefill_rows(
                 last[n] = T, median(times[n])
                 yield row | stats(times[n]) | dict(times_ours=median(times[n])/median(times["ours"]))
 
-# %% ../nbs/14_bench.ipynb #c025
+# %% ../nbs/14_bench.ipynb #c048
 def attention_rows(
     cfg:ModelConfig,
     contexts:list[int]=(8192, 131072), # keys
@@ -434,12 +435,14 @@ def windowed_rows(
     for (n, T), t in times.items():
         yield dict(what="windowed", competitor="ours", part=n, tokens=T) | stats(t) | dict(seconds_per_token=median(t)/T)
 
-# %% ../nbs/14_bench.ipynb #c027
+# %% ../nbs/14_bench.ipynb #c051
 def peak_memory(reset:bool=False)->dict: # bytes: resident now, and at most since the last reset
     "What this process holds; Linux gives the peak of this process alone, elsewhere it is that of `getrusage`"
     status = Path("/proc/self/status")
     if status.exists():
-        if reset: Path("/proc/self/clear_refs").write_text("5")
+        if reset:
+            try: Path("/proc/self/clear_refs").write_text("5")
+            except OSError: pass # not allowed here: the peak is then that since the process began
         found = dict(re.findall(r"^Vm(RSS|HWM):\s*(\d+) kB", status.read_text(), re.M))
         return dict(now=1024*int(found["RSS"]), peak=1024*int(found["HWM"]))
     import resource
@@ -447,7 +450,7 @@ def peak_memory(reset:bool=False)->dict: # bytes: resident now, and at most sinc
     return dict(now=peak, peak=peak)
 
 def memory_child(job:str)->None: # JSON; runs in a process of its own
-    "Build the weights, then read or decode once, and print what it took"
+    "Build the weights, read a prompt or fill the cache, add 16 tokens, and print what it took"
     job = json.loads(job)
     torch.set_num_threads(job["threads"])
     cfg, dtype, T = ModelConfig.from_dict(job["config"]), getattr(torch, job["dtype"]), job["tokens"]
@@ -457,15 +460,19 @@ def memory_child(job:str)->None: # JSON; runs in a process of its own
         if issubclass(make, Transformers):
             _TWINS[model] = hf_model(model)
             for b in model.blocks: b.moe, b.attn = None, None # its copy remains
-        r = make(model, T + 4)
+        r = make(model, T + 17)
         gc.collect()
-        weights = peak_memory(reset=True)["now"]
-        if job["phase"] == "prefill": r.feed(random_ids(model, T))
+        weights, seconds = peak_memory(reset=True)["now"], None
+        if job["phase"] == "prefill": logits, seconds = _timed(lambda: r.feed(random_ids(model, T)), "cpu")
         else:
             fill_alike([r], T)
             peak_memory(reset=True)
-            for t in range(3): r.feed(random_ids(model, 1, seed=t))
-    print(json.dumps(dict(imported=start, weights=weights - start, peak=peak_memory()["peak"])))
+            logits = r.feed(random_ids(model, 1))
+        steps = []
+        for _ in range(16):
+            logits, step = _timed(lambda: r.feed(logits.argmax(-1, keepdim=True)), "cpu")
+            steps.append(step)
+    print(json.dumps(dict(imported=start, weights=weights - start, peak=peak_memory()["peak"], prefill_seconds=seconds) | stats(steps)))
 
 def memory_rows(
     cfg:ModelConfig,
@@ -477,7 +484,7 @@ def memory_rows(
     memory:float=14*2**30, # bytes
     tick=lambda said: None, # told what is going on
 )->Iterator[dict]:
-    "Peak memory of a prefill, and of three decode steps on a filled cache, each in a process of its own"
+    "Peak memory of a prefill with 16 tokens after it, and of decode steps on a filled cache, each in a process of its own"
     name = str(dtype).removeprefix("torch.")
     for phase, T, n in ((p, T, n) for p, Ts in contexts.items() for T in Ts for n in names):
         tick(f"{n}, {phase} of {T:,} tokens")
@@ -495,7 +502,7 @@ def memory_rows(
         got = json.loads(done.stdout.splitlines()[-1])
         yield row | got | dict(above=got["peak"] - got["imported"] - got["weights"] - row["cache"])
 
-# %% ../nbs/14_bench.ipynb #c029
+# %% ../nbs/14_bench.ipynb #c055
 def collect(
     rows:Iterator[dict],
     path:Path|None, # written after each row; nowhere if None
@@ -516,7 +523,8 @@ def describe(row:dict, machine:Hardware)->str: # one line
     who = f"{row['what'] + (' ' + row['phase'] if 'phase' in row else ''):<15} {row['tokens']:>8,}  {row.get('part', row['competitor']):<21}"
     if "skipped" in row: return f"{who} not measured: {row['skipped']}"
     if row["what"] == "memory":
-        return f"{who} peak {row['peak']/2**30:6.2f} GiB, {row['above']/2**30:6.2f} GiB above weights and cache"
+        took = f"; read in {row['prefill_seconds']:.1f} s" if row["prefill_seconds"] else ""
+        return f"{who} peak {row['peak']/2**30:6.2f} GiB, {row['above']/2**30:6.2f} GiB above weights and cache{took}"
     said = f"{1000*row['seconds']:>11,.1f} ms ({1000*row['fastest']:,.1f} to {1000*row['slowest']:,.1f})"
     if row["what"] == "decode": said += f"  {1/row['seconds']:>7.2f} tokens/s  {row['nbytes']/1e6:,.0f} MB a token"
     if "nbytes" in row: said += f"  {row['nbytes']/row['seconds']/machine.bandwidth:>6.1%} of the read bandwidth"
@@ -525,7 +533,7 @@ def describe(row:dict, machine:Hardware)->str: # one line
     if row.get("times_ours") and row["competitor"] != "ours": said += f"  {row['times_ours']:.2f} x ours"
     return who + said + ("" if row.get("agrees", True) else f"  LOGITS DIFFER by {row['disagreement']:.2g}")
 
-# %% ../nbs/14_bench.ipynb #c031
+# %% ../nbs/14_bench.ipynb #c057
 # Source: Okabe & Ito, Color Universal Design, https://jfly.uni-koeln.de/color/
 COLOR = {"ours": "#009E73", "concat": "#E69F00", "specification": "#CC79A7", "transformers": "#0072B2", "transformers-static": "#56B4E9",
          "repeat_kv, then SDPA": "#E69F00", "SDPA, enable_gqa": "#0072B2"}
@@ -555,6 +563,7 @@ def plot_decode(ax, results:dict)->None:
     floor = {r["tokens"]: 1000*machine.seconds(r["flops"], r["nbytes"]) for r in rows if r["competitor"] == "ours"}
     ax.plot(list(floor), list(floor.values()), "k--", label="floor: bytes / read bandwidth")
     ax.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="ms per token")
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.legend(fontsize=8)
 
 def plot_roofline(ax, decode:dict, prefill:dict)->None:
@@ -564,12 +573,13 @@ def plot_roofline(ax, decode:dict, prefill:dict)->None:
         x = [.5, m.ridge, 4096]
         ax.plot(x, [m.attainable(i)/1e9 for i in x], "k"+style, linewidth=1)
     weights = count_parameters(ModelConfig.from_dict(prefill["config"]))*getattr(torch, prefill["dtype"]).itemsize
-    for n, line in _lines(measured(decode, "decode") + measured(decode, "attention")):
-        if n in ("ours", "transformers"):
-            ax.plot([r["flops"]/r["nbytes"] for r in line], [r["flops"]/r["seconds"]/1e9 for r in line], "o", color=COLOR[n], label=n + ", decode")
-    for n, line in _lines(measured(prefill, "prefill")):
-        if n in ("ours", "transformers"):
-            ax.plot([r["flops"]/weights for r in line], [r["flops"]/r["seconds"]/1e9 for r in line], "s", color=COLOR[n], label=n + ", prefill")
+    def points(rows, nbytes, mark, label):
+        for n, line in _lines([r for r in rows if r["competitor"] in ("ours", "transformers")]):
+            x, y = zip(*((r["flops"]/nbytes(r), r["flops"]/r["seconds"]/1e9) for r in line))
+            ax.plot(x, y, mark, color=COLOR[n], label=f"{n}, {label}")
+    points(measured(decode, "decode"), lambda r: r["nbytes"], "o", "decode")
+    points(measured(decode, "attention"), lambda r: r["nbytes"], "^", "decode attention")
+    points(measured(prefill, "prefill"), lambda r: weights, "s", "prefill")
     ax.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s")
     ax.legend(fontsize=8)
 

@@ -346,14 +346,14 @@ def bench_prefill(
 @bench_app.command("cache")
 def bench_cache(
     contexts:Annotated[Optional[str], Option(help="Lengths of prompts, with commas.")]=None,
-    decode_contexts:Annotated[Optional[str], Option(help="Tokens in the cache for decode steps, with commas.")]=None,
+    decode_contexts:Annotated[Optional[str], Option(help="Tokens in the cache for decode steps, with commas, or none.")]=None,
     competitors:Rivals=None, budget:Budget=300., memory:Memory=14., dtype:Dtype="float32",
     threads:Threads=None, quick:Quick=False, config:Instead=None,
     commit:Annotated[str, Option(help="Commit of the code, kept in the file.")]="", json_file:Results=None,
 ):
     "Peak memory of prompts and of decode steps, each in a process of its own, on the CPU."
     prompts = _numbers("contexts", contexts) or ([256] if quick else [2048, 8192, 16384])
-    filled = _numbers("decode_contexts", decode_contexts) or ([4096] if quick else [8192, 32768, 131072])
+    filled = [] if decode_contexts == "none" else _numbers("decode_contexts", decode_contexts) or ([4096] if quick else [8192, 32768, 131072])
     names = _names(competitors) or (["ours", "concat", "transformers"] if quick else list(B.COMPETITORS))
     cfg, machine, json_file, head = _bench_setup("cache", dtype, "cpu", threads, quick, config, commit, json_file)
     phases = dict(prefill=prompts, decode=filled)

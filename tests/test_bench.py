@@ -215,9 +215,10 @@ def test_prefill_command(tiny):
 
 
 def test_cache_command(tiny):
-    r, res = tiny("cache", "--contexts", "20", "--decode-contexts", "30", "--competitors", "ours", "--threads", "1")
+    r, res = tiny("cache", "--contexts", "20,30", "--decode-contexts", "none", "--competitors", "ours", "--threads", "1")
     assert r.exit_code == 0, r.output
-    assert [(x["phase"], x["tokens"], x["competitor"]) for x in B.measured(res, "memory")] == [("prefill", 20, "ours"), ("decode", 30, "ours")]
+    assert [(x["phase"], x["tokens"], x["competitor"]) for x in B.measured(res, "memory")] == [("prefill", 20, "ours"), ("prefill", 30, "ours")]
+    assert all(x["prefill_seconds"] > 0 for x in res["rows"])
 
 
 def test_quick_writes_no_file(tiny):
