@@ -217,8 +217,8 @@ class Transformers(Ours):
         "Add what it lacks: the shared experts, and our position tables (pruned in global layers, made in float64)"
         cfg, sd, hooks, layers = self.model.cfg, self.model.state_dict(), [], self.hf.model.layers
         def positions(module, args, kwargs):
-            i, p = module.layer_idx, kwargs["position_ids"]
-            return args, kwargs | {"position_embeddings": tuple(t[None] for t in self.model.tables(p[0])[i])}
+            like, tables = kwargs["hidden_states"], self.model.tables(kwargs["position_ids"][0])[module.layer_idx]
+            return args, kwargs | {"position_embeddings": tuple(t[None].to(like) for t in tables)}
         def shared(i):
             def hook(module, args, out):
                 y, x = out[0], args[0]
@@ -328,7 +328,11 @@ def decode_rows(
             times, spent, why, logits = {n: [] for n in rivals}, dict.fromkeys(rivals, 0.), {}, {}
             for n, r in rivals.items(): # the first step also warms up
                 tick(f"{n}, {T:,} tokens, logits")
-                with r.comparable(): logits[n], spent[n] = _timed(lambda: r.feed(ids[:, :1]), device)
+                try:
+                    with r.comparable(): logits[n], spent[n] = _timed(lambda: r.feed(ids[:, :1]), device)
+                except (RuntimeError, NotImplementedError) as e:
+                    if n == "ours": raise
+                    why[n] = f"does not run here: {str(e).splitlines()[0][:200]}"
                 if spent[n] > budget: why[n] = f"one step took {spent[n]:.0f} s, more than the budget of {budget:g} s"
             for t in range(1, repeats + 1):
                 for n, r in rivals.items():
@@ -339,8 +343,9 @@ def decode_rows(
             for n in rivals:
                 cost = decode_cost(COMPETITORS[n].sizes(cfg), T, dtype)
                 row = dict(what="decode", competitor=n, tokens=T, round=number, flops=cost.flops, nbytes=cost.nbytes)
-                row["disagreement"] = disagreement(logits[n], logits["ours"])
-                row["agrees"] = row["disagreement"] <= AGREE[dtype]
+                if n in logits:
+                    far = disagreement(logits[n], logits["ours"])
+                    row |= dict(disagreement=far, agrees=far <= AGREE[dtype])
                 if n in why: yield row | dict(skipped=why[n])
                 else: yield row | stats(times[n]) | dict(times_ours=median(times[n])/median(times["ours"]) if "ours" not in why else None)
             del rivals, r; gc.collect()

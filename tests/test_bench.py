@@ -72,6 +72,13 @@ def test_transformers_twin_of_other_configurations(change):
     assert max(far(B.random_model(gptoss_tiny().replace(**change)), "transformers", 30, steps=2)) < 1e-5
 
 
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_sixteen_bits(name):
+    cfg = gptoss_tiny().replace(n_activated_experts=5)  # all of them: rounding cannot choose another
+    assert max(far(B.random_model(cfg, torch.bfloat16), name, 30, steps=2)) < B.AGREE[torch.bfloat16]
+
+
 @torch.no_grad()
 def test_a_wrong_weight_is_noticed(model):
     hf = B.Transformers(model, 1).hf
@@ -140,6 +147,13 @@ def test_a_slow_competitor_is_passed_over(model, monkeypatch):
     assert [(r["tokens"], r["competitor"], "skipped" in r) for r in rows if r["tokens"] == 40] == [(40, "ours", False), (40, "concat", False)]
     rows = list(B.prefill_rows(model, [10, 40], ["ours", "concat"], repeats=2, budget=5., compare=10))
     assert "16 s" in rows[-1]["skipped"] and "skipped" not in rows[-2]
+
+
+def test_what_does_not_run_here_is_passed_over(model, monkeypatch):
+    def feed(self, ids): raise RuntimeError("no kernel\nand more")
+    monkeypatch.setattr(B.Concat, "feed", feed)
+    rows = list(B.decode_rows(model, [10], ["ours", "concat"], repeats=1))
+    assert "seconds" in rows[0] and rows[1]["skipped"] == "does not run here: no kernel" and "agrees" not in rows[1]
 
 
 def test_what_does_not_fit_is_passed_over(model):
