@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, event, given, settings, strategies as st
 
 import gptoss_lite.attention as attention
+import gptoss_lite.rows as rows
 from gptoss_lite.cache import MixedKVCache
 from gptoss_lite.config import gptoss_tiny
 from gptoss_lite.generation import _attn_forward_layer, forward_step, generate, prefill
@@ -110,6 +111,44 @@ def test_prefill_is_the_last_position(case, chunk):
     got = prefill(model, case.ids, MixedKVCache(), chunk=chunk)
     assert got.shape == (case.B, case.cfg.vocab_size)
     assert worst(got, dense_logits(model, case.ids)[:, -1]) <= EXACT
+
+# ---- with matrices read in slabs -------------------------------------------------------------------------------
+
+def in_slabs(monkeypatch, slab_linear=rows.slab_linear):
+    "These models are too small to be cut; now they are cut all the same. Returns the rows of each product that was."
+    seen = []
+    def noted(x, weight, slabs):
+        seen.append(x.numel() // x.shape[-1])
+        return slab_linear(x, weight, slabs)
+    monkeypatch.setattr(rows, "MIN_NUMEL", 0)
+    monkeypatch.setattr(rows, "slab_linear", noted)
+    return seen
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="without MKL no matrix is cut")
+@pytest.mark.parametrize("i,B", [(i, B) for i in range(len(SIZES)) for B in (1, 2, 3)])
+def test_slabs(i, B, monkeypatch):
+    "Decoding one token, a few and many in a call"
+    seen = in_slabs(monkeypatch)
+    cfg = config(**SIZES[i], window_size=4)
+    model, ids = random_model(cfg, i), random_ids(cfg, B, 20, i)
+    right = dense_logits(model, ids)
+    for split in ([20], [9, 1, 1, 1, 2, 3, 3], [1]*20):
+        assert worst(cached_logits(model, ids, split), right) <= EXACT, split
+    assert B in seen and max(seen) <= rows.FEW_ROWS
+    single = random_model(cfg.replace(n_activated_experts=cfg.n_routed_experts), i, torch.float32) # no near-ties
+    assert worst(cached_logits(single, ids, [9, 1, 1, 1, 2, 3, 3]), dense_logits(single, ids)) <= SINGLE
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="without MKL no matrix is cut")
+def test_slabs_in_their_own_order_are_wrong(monkeypatch):
+    "Results that are not put back row by row: right for one sequence, wrong for two"
+    def unswapped(x, weight, slabs):
+        y = torch.bmm(x.reshape(1, -1, x.shape[-1]).expand(slabs, -1, -1), weight.unflatten(0, (slabs, -1)).mT)
+        return y.reshape(*x.shape[:-1], len(weight))
+    in_slabs(monkeypatch, unswapped)
+    model, ids = random_model(config(), 1), random_ids(config(), 2, 6, 1)
+    right = dense_logits(model, ids)
+    assert worst(cached_logits(model, ids[:1], [1]*6), right[:1]) <= EXACT
+    assert worst(cached_logits(model, ids, [1]*6), right) > SEEN
 
 # ---- without a cache -------------------------------------------------------------------------------------------
 
