@@ -52,7 +52,7 @@ def main()->None:
     try: code = app(standalone_mode=False)
     except typer.Abort: code = 130
     except ClickException as e: code = _complain(f"{e.format_message()} (try: gptoss-lite --help)")
-    except (ValueError, TypeError, OSError) as e: code = _complain(e)
+    except (ValueError, TypeError, OSError, RuntimeError) as e: code = _complain(e)  # RuntimeError: torch is out of memory, say
     sys.exit(code)
 
 def _complain(what)->int:

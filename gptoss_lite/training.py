@@ -112,7 +112,7 @@ def train(
     log = []
     if path.exists():
         state, meta = read_checkpoint(path)
-        if meta["recipe"] != repr(recipe): raise ValueError(f"folder={str(folder)!r}: holds another recipe's run; use an empty folder")
+        if meta.get("recipe") != repr(recipe): raise ValueError(f"folder={str(folder)!r}: holds another recipe's run; use an empty folder")
         log = json.loads(meta["log"])
         with torch.no_grad():
             for n, p in names.items():

@@ -246,3 +246,10 @@ def test_a_break_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gptoss-lite", "kv"])
     with pytest.raises(SystemExit) as e: main()
     assert e.value.code == 130
+
+
+def test_too_much_memory_ends_with_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gptoss-lite", "smoke", "--tokens", "1000000000000"])
+    with pytest.raises(SystemExit) as e: main()
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("gptoss-lite: ") and len(err.splitlines()) == 1

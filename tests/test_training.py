@@ -92,3 +92,9 @@ def test_the_shipped_checkpoint():
     assert model.cfg == eval_config(load_checkpoint(path).cfg) and not model.cfg.yarn_mscale and model.cfg.yarn_scale_factor == 32
     assert {"seed", "commit", "train_lengths", "digest", "recipe"} <= meta.keys() and meta["commit"]
     assert max(json.loads(meta["train_lengths"])) == 4096 and tok.vocab_size == model.cfg.vocab_size
+
+
+def test_a_state_of_something_else_is_refused(tmp_path):
+    from safetensors.torch import save_file
+    save_file({"x": torch.zeros(3)}, tmp_path/"state.safetensors")
+    with pytest.raises(ValueError, match="another recipe"): train(recipe(), tmp_path, progress=False)
