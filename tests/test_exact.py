@@ -126,9 +126,11 @@ def in_slabs(monkeypatch, slab_linear=rows.slab_linear):
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="without MKL no matrix is cut")
 @pytest.mark.parametrize("i,B", [(i, B) for i in range(len(SIZES)) for B in (1, 2, 3)])
-def test_slabs(i, B, monkeypatch):
-    "Decoding one token, a few and many in a call"
+@pytest.mark.parametrize("layout", [0, 200, 2**14], ids=["rows", "both", "columns"])
+def test_slabs(i, B, layout, monkeypatch):
+    "Decoding one token, a few and many in a call, in both layouts of the slabs"
     seen = in_slabs(monkeypatch)
+    monkeypatch.setattr(rows, "COLUMN_NBYTES", layout)
     cfg = config(**SIZES[i], window_size=4)
     model, ids = random_model(cfg, i), random_ids(cfg, B, 20, i)
     right = dense_logits(model, ids)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gptoss_lite.rows as rows
 from gptoss_lite.cache import MixedKVCache
 from gptoss_lite.generation import forward_step
-from gptoss_lite.rows import FEW_ROWS, MIN_NUMEL, SLABS, Linear, linear, n_slabs, slab_linear
+from gptoss_lite.rows import FEW_ROWS, MIN_NUMEL, SLABS, Linear, column_slabs, linear, n_slabs, row_slabs, slab_linear
 from oracle import config, examples, random_ids, random_model
 
 MKL = torch.backends.mkl.is_available()  # elsewhere a batch is a loop, and nothing is cut
@@ -36,7 +36,12 @@ def made(job):
 def in_slabs(x, weight):
     "Whether `linear` makes one batch of slabs; a batch over an axis of x, as `F.linear` may make, has another shape"
     n, S = math.prod(x.shape[:-1]), math.gcd(len(weight), 64)
-    return ("bmm", (S, n, len(weight)//S)) in made(lambda: linear(x, weight)) if S > 1 else False
+    ops = made(lambda: linear(x, weight))
+    taken = [shape for name, shape in ops if name == "bmm"]
+    if S == 1 or not {(S, n, len(weight)//S), (S, len(weight)//S, n)} & set(taken): return False
+    columns = x.nbytes < rows.COLUMN_NBYTES
+    assert taken == [(S, len(weight)//S, n) if columns else (S, n, len(weight)//S)]
+    return True
 
 def normal(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -72,6 +77,7 @@ def test_linear_is_linear(data, seed, dtype):
     event(f"in slabs: {cut}, more than one row: {n > 1}")
     with pytest.MonkeyPatch.context() as mp, torch.no_grad():
         mp.setattr(rows, "MIN_NUMEL", 0)
+        mp.setattr(rows, "COLUMN_NBYTES", data.draw(st.sampled_from([0, 500, 2**14])))
         got = linear(x, weight)
         assert in_slabs(x, weight) == cut
     want = F.linear(x, weight)
@@ -86,7 +92,8 @@ def test_linear_is_linear(data, seed, dtype):
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 7), st.integers(1, 5), st.integers(0, 9999))
 def test_any_number_of_slabs(S, r, C, n, seed):
     x, weight = normal(n, C, seed=seed), normal(S*r, C, seed=seed + 1)
-    assert ((slab_linear(x, weight, S) - F.linear(x, weight)).abs() <= allowed(x, weight, torch.float64)).all()
+    for f in (slab_linear, row_slabs, column_slabs):
+        assert ((f(x, weight, S) - F.linear(x, weight)).abs() <= allowed(x, weight, torch.float64)).all()
 
 @examples(100)
 @given(st.integers(0, 10**6))
@@ -138,13 +145,17 @@ def test_autocast_rounds_a_parameter_once():
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "within a larger one"])
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("columns", [0, 2**14])
 @torch.no_grad()
-def test_the_matrix_is_not_copied(layout, n):
-    "Neither by an operation nor inside the product: what is allocated is the results, twice if they have to be swapped"
+def test_the_matrix_is_not_copied(layout, n, columns, monkeypatch):
+    """Neither by an operation nor inside the product: what is allocated is the results, twice if they have to be
+    swapped, and once an x that lies otherwise"""
+    monkeypatch.setattr(rows, "COLUMN_NBYTES", columns)
     x, weight = pair(n)
     weight = spread(weight, layout)
-    with torch.profiler.profile(profile_memory=True) as prof: linear(x, weight)
-    assert sum(max(e.self_cpu_memory_usage, 0) for e in prof.events()) <= 2*n*1024*4
+    for x, copy in ((x, 0), (spread(x, "every second"), x.nbytes)):
+        with torch.profiler.profile(profile_memory=True) as prof: linear(x, weight)
+        assert sum(max(e.self_cpu_memory_usage, 0) for e in prof.events()) <= 2*n*1024*4 + copy
     assert weight.unflatten(0, (64, -1)).data_ptr() == weight.data_ptr()
 
 # ---- gradients -------------------------------------------------------------------------------------------------
