@@ -59,7 +59,7 @@ def slabs_pay(
     x:Tensor, # `(..., C)`
     weight:Tensor, # `(R, C)`
 )->bool:
-    "Whether a product of `x` with `weight` is one for `slab_linear`: a few rows of float32 or float64 on a CPU, no gradients"
+    "Whether `slab_linear` is the faster one: a few rows of float32 or float64 on a CPU, no gradients"
     if torch.is_grad_enabled() or weight.device.type != "cpu" or weight.numel() < MIN_NUMEL: return False
     return (x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64) and x.shape[-1:] == weight.shape[1:]
             and 0 < math.prod(x.shape[:-1]) <= FEW_ROWS and n_slabs(len(weight)) > 1

@@ -1,4 +1,4 @@
-"""A few rows against a matrix: `linear` is `F.linear` for whatever comes in, and reads in slabs exactly where it should.
+"""A few rows against a matrix: `linear` is `F.linear` for whatever comes in, and reads in slabs where it should.
 
 **The bound.** In whatever order C products are added, the sum is within γ·Σ|x||w| of the true one, γ = Cu/(1 - Cu) with
 u the unit roundoff; so two ways to compute it are within twice that of each other.
@@ -102,7 +102,8 @@ def test_n_slabs(R):
 
 # ---- the way that it goes --------------------------------------------------------------------------------------
 
-def pair(n=1, R=1024, C=64, dtype=torch.float32): return normal(n, C, dtype=dtype, seed=1), normal(R, C, dtype=dtype, seed=2)
+def pair(n=1, R=1024, C=64, dtype=torch.float32):
+    return normal(n, C, dtype=dtype, seed=1), normal(R, C, dtype=dtype, seed=2)
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 def test_slabs_are_taken(grad):
@@ -115,8 +116,9 @@ def test_slabs_are_taken(grad):
                 assert in_slabs(x.view(n, 1, 64), weight) == MKL
         assert in_slabs(x[0], weight) == MKL
 
-PLAIN = {"no row": dict(n=0), "many rows": dict(n=FEW_ROWS + 1), "a small matrix": dict(R=1022), "an odd matrix": dict(R=1025),
-         "bfloat16": dict(dtype=torch.bfloat16), "float16": dict(dtype=torch.float16), "complex": dict(dtype=torch.complex64)}
+PLAIN = {"no row": dict(n=0), "many rows": dict(n=FEW_ROWS + 1), "a small matrix": dict(R=1022),
+         "an odd matrix": dict(R=1025), "bfloat16": dict(dtype=torch.bfloat16), "float16": dict(dtype=torch.float16),
+         "complex": dict(dtype=torch.complex64)}
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", PLAIN)
@@ -201,7 +203,7 @@ def test_refused_as_by_linear(case):
 # ---- in the model ----------------------------------------------------------------------------------------------
 
 def test_decoding_reads_in_slabs(monkeypatch):
-    "With even sizes no product of a decode step is a plain one; a prompt takes the plain one for what all its rows meet"
+    "With even sizes no product of a decode step is a plain one; a prompt takes it for what all its rows meet"
     monkeypatch.setattr(rows, "MIN_NUMEL", 0)
     calls = {"plain": 0, "slabs": 0}
     def counted(name, f):
@@ -211,7 +213,8 @@ def test_decoding_reads_in_slabs(monkeypatch):
         return g
     monkeypatch.setattr(rows, "slab_linear", counted("slabs", rows.slab_linear))
     monkeypatch.setattr(rows.F, "linear", counted("plain", F.linear))
-    cfg = config(n_heads=6, n_kv_heads=2, head_dim=8, d_model=20, ffn_dim=14, n_routed_experts=4, n_activated_experts=2, vocab_size=30)
+    cfg = config(n_heads=6, n_kv_heads=2, head_dim=8, d_model=20, ffn_dim=14, n_routed_experts=4,
+                 n_activated_experts=2, vocab_size=30)
     model, ids, cache = random_model(cfg), random_ids(cfg, 1, 12), MixedKVCache()
     with torch.no_grad():
         model.logits(forward_step(model, ids, 0, cache)[:, -1:])
