@@ -159,22 +159,28 @@ def passkey(
     context_lengths:Annotated[Optional[list[int]], Option(help="Prompt lengths in tokens, one or several.")]=None,
     more:Annotated[Optional[list[int]], Argument(hidden=True)]=None, # what follows the first length
     n_trials:Annotated[int, Option(help="Trials a length.")]=100,
-    position:Annotated[str, Option(help="start, middle, end, spread, or a depth from 0 to 1.")]="middle",
+    position:Annotated[str, Option(help="start, middle, end, spread, a depth from 0 to 1, or several with commas.")]="middle",
+    fillers:Annotated[Optional[int], Option(help="So many texts a length, each with every depth; by default each trial has its own.")]=None,
     seed:Annotated[int, Option(help="Of keys and fillers.")]=42,
     checkpoint:Checkpoint="passkey",
     config:Config=None,
     device:Device="cpu",
     target:Annotated[float, Option(min=0, max=1, help="Exact match to reach at the longest length.")]=0.85,
     fail_below:Annotated[Optional[float], Option(min=0, max=1, help="Exit with 1 where the longest length is below this.")]=None,
+    log:Annotated[Optional[Path], Option(help="Write each trial to this file as it ends; the same command goes on where it stopped.")]=None,
     json_file:JsonFile=None,
     plot:Annotated[Optional[Path], Option(help="Write the heat map to this PNG file.")]=None,
+    threads:Annotated[Optional[int], Option(min=1, help="CPU threads.")]=None,
+    commit:Annotated[str, Option(help="Commit of the code, kept in the files.")]="",
 ):
     "Hide a five-digit number in a long text and ask for it."
-    check_writable(json_file, plot)
+    check_writable(log, json_file, plot)
+    if threads: torch.set_num_threads(threads)
     lengths = [*(context_lengths or []), *(more or [])] or [4096, 8192, 32768, 65536, 131072]
     model, tokenizer = _load(checkpoint, config, device)
-    ev = PasskeyEvaluator(model, tokenizer)
-    ev.evaluate(lengths, n_trials, position, seed, progress=True)
+    ev, run = PasskeyEvaluator(model, tokenizer), run_info(device) | dict(commit=commit)
+    where = position.split(",") if "," in position else position
+    ev.evaluate(lengths, n_trials, where, seed, fillers=fillers, progress=True, log=log, run=run)
     rows = summarize(ev.trials)
     typer.echo(f"{'tokens':>8}  {'hits':>9}  exact match  95 % interval     s/trial")
     for r in rows:
@@ -184,8 +190,8 @@ def passkey(
     passed = last["accuracy"] >= target
     typer.echo(f"{'PASSED' if passed else 'BELOW TARGET'}: {last['accuracy']:.1%} at {last['length']:,} tokens, target {target:.0%}"
                + ("" if passed or checkpoint != "random" else "; a random model knows nothing, train one first"))
-    write_json(json_file, run=run_info(device), checkpoint=Path(checkpoint).name, digest=tensor_digest(model.state_dict()), config=model.cfg.to_dict(),
-               seed=seed, position=position, target=target, summary=rows, trials=[asdict(t) for t in ev.trials])
+    write_json(json_file, run=run, checkpoint=Path(checkpoint).name, digest=tensor_digest(model.state_dict()), config=model.cfg.to_dict(),
+               seed=seed, position=position, fillers=fillers, target=target, summary=rows, trials=[asdict(t) for t in ev.trials])
     if plot: save_heatmap(ev.trials, plot)
     raise typer.Exit(1 if fail_below is not None and last["accuracy"] < fail_below else 0)
 
@@ -197,7 +203,7 @@ def save_heatmap(trials, path:Path)->None:
     fig.savefig(path, dpi=150, format="png")
     typer.echo(f"wrote {path}")
 
-# %% ../nbs/15_cli.ipynb #c041
+# %% ../nbs/15_cli.ipynb #c043
 def printable(text:str)->str:
     "The text with characters that control a terminal replaced"
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
@@ -222,7 +228,7 @@ def generate(
     for token in new: typer.echo(printable(tokenizer.decode(token.tolist())), nl=False)
     typer.echo()
 
-# %% ../nbs/15_cli.ipynb #c046
+# %% ../nbs/15_cli.ipynb #c048
 @app.command()
 def train(
     out:Annotated[Path, Argument(help="Folder for the state, the loss curve and the checkpoint.")],
@@ -245,7 +251,7 @@ def train(
     write_json(out/"log.json", run=run_info(), recipe=asdict(recipe), log=log)
     typer.echo(f"wrote {out/'passkey.safetensors'}; try: gptoss-lite passkey --checkpoint {out/'passkey.safetensors'}")
 
-# %% ../nbs/15_cli.ipynb #c050
+# %% ../nbs/15_cli.ipynb #c052
 bench_app = typer.Typer(help="Measure decode, prefill and memory, side by side with what else could be used.")
 app.add_typer(bench_app, name="bench")
 
@@ -262,7 +268,7 @@ def _names(text):
         if n not in B.COMPETITORS: raise ValueError(f"competitors: {n!r} is not known; must be of {', '.join(B.COMPETITORS)}")
     return names
 
-# %% ../nbs/15_cli.ipynb #c051
+# %% ../nbs/15_cli.ipynb #c053
 Contexts = Annotated[Optional[str], Option(help="Lengths in tokens, with commas: 128,1024.")]
 Rivals = Annotated[Optional[str], Option("--competitors", help=f"With commas, of {', '.join(B.COMPETITORS)}.")]
 Repeats = Annotated[Optional[int], Option(min=1, help="Timed runs of each, in turn.")]
@@ -304,7 +310,7 @@ def _bench_run(rows, bar, machine, json_file, head):
     if not agree: typer.echo("FAILED: logits differ")
     raise typer.Exit(0 if agree else 1)
 
-# %% ../nbs/15_cli.ipynb #c052
+# %% ../nbs/15_cli.ipynb #c054
 @bench_app.command("decode")
 def bench_decode(
     contexts:Contexts=None, competitors:Rivals=None, repeats:Repeats=None, budget:Budget=30., memory:Memory=14., dtype:Dtype="float32",

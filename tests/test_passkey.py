@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from gptoss_lite.config import gptoss_tiny
 from gptoss_lite.model import GPTOSS
 from gptoss_lite.passkey import (NEEDLE, QUESTION, WORDS, CharTokenizer, PasskeyEvaluator, PromptBuilder, Trial, depth_of, load_pretrained,
-                                 make_filler_text, plot_heatmap, summarize, target_at, wilson_interval)
+                                 make_filler_text, plot_heatmap, read_log, summarize, target_at, wilson_interval)
 import gptoss_lite.passkey as P
 
 
@@ -226,6 +226,92 @@ def test_bad_positions(char_ev, bad):
 @pytest.mark.parametrize("length", [0, 1, 57])
 def test_too_short_a_context_says_what_it_takes(char_ev, length):
     with pytest.raises(ValueError, match="context_length=.*at least 58"): char_ev.build_prompt_ids("12345", length)
+
+
+# ---- a run that can be broken off ----
+
+GRID = dict(context_lengths=[90, 70], n_trials=12, passkey_position=[0, 0.5, 1], fillers=2)
+same = lambda trials: [(t.length, t.trial, t.key, t.depth, t.seed, t.output, t.correct) for t in trials]
+
+def test_a_grid_gives_each_filler_each_depth_equally_often(char_ev):
+    plan = char_ev.plan(**GRID)
+    for n in (90, 70):
+        cells = [(p["seed"], p["depth"]) for p in plan if p["length"] == n]
+        assert len(set(cells)) == 6 and all(cells.count(c) == 2 for c in cells)
+        assert len({p["key"] for p in plan if p["length"] == n}) == 12
+    for bad in (dict(n_trials=10), dict(n_trials=6, fillers=4), dict(n_trials=4, fillers=None)):
+        with pytest.raises(ValueError, match=f"n_trials={bad['n_trials']}.*multiple"): char_ev.plan(**GRID | bad)
+    for bad in (0, 1.5, "2"):
+        with pytest.raises((ValueError, TypeError), match="fillers="): char_ev.plan(**GRID | dict(fillers=bad))
+    with pytest.raises(ValueError, match="passkey_position=.]"): char_ev.plan(**GRID | dict(passkey_position=[]))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 400, 1500, 2500])
+def test_a_run_that_was_killed_goes_on_where_it_stopped(char_ev, tmp_path, monkeypatch, cut):
+    log = tmp_path/"t.jsonl"
+    char_ev.evaluate(**GRID, log=log, run=dict(machine="a"))
+    whole, want = log.read_text(), same(char_ev.trials)
+    log.write_text(whole[:cut])
+    kept, ran = sum(line.startswith('{"length"') for line in whole[:cut].split("\n")[:-1]), []
+    true = PasskeyEvaluator.run_trial
+    monkeypatch.setattr(PasskeyEvaluator, "run_trial", lambda self, **kw: ran.append(kw) or true(self, **kw))
+    char_ev.evaluate(**GRID, log=log, run=dict(machine="b"))
+    assert same(char_ev.trials) == want == same(read_log(log)[2]) and len(ran) == 24 - kept
+    assert [r["machine"] for r in read_log(log)[1]] == (["a", "b"] if kept else ["b"])
+    text, ran[:] = log.read_text(), []
+    char_ev.evaluate(**GRID, log=log)
+    assert log.read_text() == text and not ran, "a finished run runs nothing and writes nothing"
+
+
+def test_each_trial_is_in_the_file_before_the_next_one_runs(char_ev, tmp_path, monkeypatch):
+    log, true = tmp_path/"t.jsonl", PasskeyEvaluator.run_trial
+    def dies(self, **kw):
+        if kw["trial"] == 5: raise KeyboardInterrupt
+        return true(self, **kw)
+    monkeypatch.setattr(PasskeyEvaluator, "run_trial", dies)
+    with pytest.raises(KeyboardInterrupt): char_ev.evaluate(**GRID, log=log)
+    assert [t.trial for t in read_log(log)[2]] == [0, 1, 2, 3, 4]
+
+
+def test_more_lengths_go_to_the_same_file(char_ev, tmp_path):
+    log = tmp_path/"t.jsonl"
+    char_ev.evaluate([90], 3, log=log)
+    char_ev.evaluate([90, 70], 3, log=log)
+    assert [t.length for t in read_log(log)[2]] == [90]*3 + [70]*3 and len(char_ev.trials) == 6
+
+
+@pytest.mark.parametrize("other, match", [(dict(base_seed=43), "seed=42 and not 43"), (dict(max_new_tokens=9), "max_new_tokens=16 and not 9"),
+                                          (dict(passkey_position="spread"), "position="), (dict(n_trials=6), "trial . at 90 tokens is another"),
+                                          (dict(fillers=1), "trial . at 90 tokens is another")])
+def test_a_file_of_another_run_is_refused_and_left_alone(char_ev, tmp_path, other, match):
+    log = tmp_path/"t.jsonl"
+    char_ev.evaluate(**GRID, log=log)
+    text = log.read_text()
+    with pytest.raises(ValueError, match=match): char_ev.evaluate(**GRID | other, log=log)
+    assert log.read_text() == text
+
+
+def test_a_file_of_another_model_is_refused(char_ev, bpe_ev, tmp_path):
+    char_ev.evaluate([90], 1, log=tmp_path/"t.jsonl")
+    with pytest.raises(ValueError, match="another run, with config="): bpe_ev.evaluate([90], 1, log=tmp_path/"t.jsonl")
+    other = PasskeyEvaluator(GPTOSS(char_ev.model.cfg), CharTokenizer())
+    with pytest.raises(ValueError, match="another run, with digest="): other.evaluate([90], 1, log=tmp_path/"t.jsonl")
+
+
+@pytest.mark.parametrize("text", ["hello", "hello\n", "{}\n", '{"log": "another"}\n', '{"log": "gptoss-lite passkey 1"}\n'])
+def test_a_file_of_something_else_is_refused_and_left_alone(char_ev, tmp_path, text):
+    (tmp_path/"t.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="log=.*name another"): char_ev.evaluate([90], 1, log=tmp_path/"t.jsonl")
+    assert (tmp_path/"t.jsonl").read_text() == text
+
+
+def test_damaged_files_are_refused(char_ev, tmp_path):
+    log = tmp_path/"t.jsonl"
+    char_ev.evaluate([90], 3, log=log)
+    lines = log.read_text().splitlines(True)
+    for i, bad, match in ((3, "{\n", "line 4"), (3, '{"length": 90}\n', "line 4"), (4, lines[3], "twice")):
+        log.write_text("".join(lines[:i] + [bad] + lines[i+1:]))
+        with pytest.raises(ValueError, match=match): read_log(log)
 
 
 # ---- what a count is worth ----
