@@ -6,7 +6,7 @@
 __all__ = ['SPLIT', 'SPLIT_ROWS', 'SPLIT_KEYS', 'BLOCK', 'PASS', 'SINK_KEY', 'SINK_CLAMP_MIN', 'SINK_CLAMP_MAX', 'visible',
            'repeat_kv', 'manual_causal_attention', 'attend_plain', 'apply_sink', 'merge', 'attend_blocks', 'attend',
            'attend_split', 'split_pays', 'attend_full', 'attend_band', 'add_sink_key', 'attend_full_grad',
-           'causal_attention', 'GPTOSSAttention']
+           'attend_varlen', 'varlen_pays', 'causal_attention', 'GPTOSSAttention']
 
 # %% ../nbs/08_attention.ipynb #c002
 from functools import lru_cache
@@ -137,7 +137,8 @@ def attend(
     R, S = q.shape[2], k.shape[2]
     if causal and R != S: raise ValueError(f"causal with {R} rows and {S} keys: must be equal; attend the history apart and merge")
     if _flash is None or q.device.type != "cpu" or not (q.numel() and k.numel()):
-        return attend_blocks(q, k, v, causal) if mask is None else attend_plain(q, k, v, mask)
+        if mask is not None: return attend_plain(q, k, v, mask)
+        return attend_blocks(q, k, v, causal, block=1024 if q.device.type == "cpu" else max(1024, 2**22//max(R, 1)))  # fewer, larger calls
     if mask is not None: mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)[None, None]  # it takes numbers
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
     (out, lse), wide = _flash(q, k, v, 0., causal, attn_mask=mask), _wide(q)
@@ -267,6 +268,43 @@ def attend_full_grad(
     return torch.stack(out, 2).flatten(1, 2)[:, :, -T:, :D]
 
 # %% ../nbs/08_attention.ipynb #c113
+try: from torch.nn.attention.varlen import AuxRequest, varlen_attn
+except ImportError: varlen_attn = None
+
+# %% ../nbs/08_attention.ipynb #c114
+def attend_varlen(
+    q:Tensor, # `(B, H, T, D)`, the last T of S positions
+    k:Tensor, # `(B, Hkv, S, D)`
+    v:Tensor, # `(B, Hkv, S, D)`
+    window:int|None=None, # W; None is full attention
+)->tuple[Tensor,Tensor]: # output `(B, H, T, D)`, natural-log lse `(B, H, T)`
+    "Causal attention, with a window or without, by torch's kernel for CUDA; each row of the batch apart"
+    (H, T), (Hkv, S) = q.shape[1:3], k.shape[1:3]
+    ends = [torch.arange(0, n + 1, n, dtype=torch.int32, device=q.device) for n in (T, S)]
+    parts = [varlen_attn(*(x.transpose(0, 1) for x in row), *ends, T, S, return_aux=AuxRequest(lse=True),
+                         window_size=(-1 if window is None else window - 1, 0), enable_gqa=H != Hkv) for row in zip(q, k, v)]
+    out, lse = (torch.stack(x).transpose(1, 2) for x in zip(*parts))
+    return out, lse.to(_wide(out))
+
+@lru_cache
+def _varlen_is_right(device, dtype): # asked once
+    n = torch.arange(4*16*32, device=device).view(1, 4, 16, 32)
+    q, k, v = n[:, :, :5].sin().to(dtype), (3*n[:, :2]).sin().to(dtype), n[:, :2].cos().to(dtype)
+    for window in (None, 3):
+        want = attend_plain(q, repeat_kv(k, 2), repeat_kv(v, 2), visible(5, 16, window, device))
+        try: got = attend_varlen(q, k, v, window)
+        except Exception: return False
+        if not all(torch.allclose(a.to(b), b, atol=2e-2, rtol=0) for a, b in zip(got, want)): return False
+    return True
+
+def varlen_pays(
+    q:Tensor, # `(B, H, T, D)`
+)->bool:
+    "Whether `attend_varlen` can be used: on CUDA, in float16 or bfloat16, with a head size that it knows"
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or varlen_attn is None: return False
+    return q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and _varlen_is_right(q.device, q.dtype)
+
+# %% ../nbs/08_attention.ipynb #c119
 def _check_attention(q, k, v, sink_bias, window):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor): raise TypeError(f"{name} is a {type(x).__name__}: must be a tensor (B, heads, tokens, D); convert it")
@@ -286,7 +324,7 @@ def _check_attention(q, k, v, sink_bias, window):
     if not isinstance(sink_bias, Tensor): raise TypeError(f"sink_bias is a {type(sink_bias).__name__}: must be a tensor ({H},); convert it")
     if sink_bias.shape != (H,): raise ValueError(f"sink_bias has shape {tuple(sink_bias.shape)}: must be ({H},); one logit per query head")
 
-# %% ../nbs/08_attention.ipynb #c115
+# %% ../nbs/08_attention.ipynb #c121
 def causal_attention(
     q:Tensor, # `(B, H, T, D)`, the last T of S positions
     k:Tensor, # `(B, Hkv, S, D)`, oldest first; any order where T = 1 and S <= W
@@ -297,6 +335,8 @@ def causal_attention(
     "Attention under the band `0 <= q - k < W`, with grouped heads and sinks, without expanded keys and without a mask over the history"
     _check_attention(q, k, v, sink_bias, window)
     (B, H, T, D), (_, Hkv, S, _) = q.shape, k.shape
+    if not _needs_grad(q, k, v, sink_bias) and varlen_pays(q):
+        return apply_sink(*attend_varlen(q, k, v, window), sink_bias).to(q.dtype)
     if window is not None and window < S:
         if T > 1: return apply_sink(*attend_band(q, k, v, window), sink_bias).to(q.dtype)
         k, v, S = k[:, :, -window:], v[:, :, -window:], window
@@ -306,7 +346,7 @@ def causal_attention(
         return apply_sink(out.view(B, H, T, D), lse.view(B, H, T), sink_bias).to(q.dtype)
     return apply_sink(*attend_full(q, k, v), sink_bias).to(q.dtype)
 
-# %% ../nbs/08_attention.ipynb #c138
+# %% ../nbs/08_attention.ipynb #c144
 SINK_CLAMP_MIN, SINK_CLAMP_MAX = -10., 15.
 
 class GPTOSSAttention(nn.Module):
@@ -326,7 +366,7 @@ class GPTOSSAttention(nn.Module):
         self.yarn = YaRNRoPE(cfg)
         self.n_pruned_dims = 0 if is_windowed else {"pruned": D//4, "full": 0, "none": D//2}[cfg.rope_global_mode]
 
-# %% ../nbs/08_attention.ipynb #c140
+# %% ../nbs/08_attention.ipynb #c146
 @patch
 def tables(self:GPTOSSAttention,
     positions:Tensor, # Absolute positions, `(T,)`
@@ -335,13 +375,13 @@ def tables(self:GPTOSSAttention,
     "This layer's cosine and sine; layers of one kind share them"
     return self.yarn(positions, self.n_pruned_dims, torch.promote_types(dtype, torch.float32))
 
-# %% ../nbs/08_attention.ipynb #c142
+# %% ../nbs/08_attention.ipynb #c148
 @patch
 def clamped_sink(self:GPTOSSAttention)->Tensor|None: # `(H,)`
     "The sinks within [`SINK_CLAMP_MIN`, `SINK_CLAMP_MAX`]; outside, the parameter gets no gradient"
     return None if self.sink_bias is None else self.sink_bias.clamp(SINK_CLAMP_MIN, SINK_CLAMP_MAX)
 
-# %% ../nbs/08_attention.ipynb #c145
+# %% ../nbs/08_attention.ipynb #c151
 @patch
 def forward(self:GPTOSSAttention,
     x:Tensor, # Normed residuals, `(B, T, C)`
