@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptoss_lite.attention as attention
 from gptoss_lite.attention import (SINK_CLAMP_MAX, SINK_CLAMP_MIN, GPTOSSAttention, apply_sink, attend, attend_band, attend_blocks,
-                                   attend_full, attend_plain, causal_attention, manual_causal_attention, merge, repeat_kv, visible)
+                                   attend_full, attend_plain, attend_split, causal_attention, manual_causal_attention, merge, repeat_kv,
+                                   split_pays, visible)
 from oracle import config, examples, random_ids, random_model, worst
 
 INF = torch.inf
@@ -179,6 +180,20 @@ def test_refused(what, grad):
     with pytest.raises(exc) as e: causal_attention(*args)
     for word in words: assert word in str(e.value), (word, str(e.value))
     assert ";" in str(e.value), f"no way out: {e.value}"
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-11), (torch.float32, 2e-5)], ids=str)
+@pytest.mark.parametrize("B, Hkv, G, D, S", [(1, 4, 2, 96, 4096), (2, 3, 1, 5, 4097), (3, 1, 4, 8, 6151), (1, 2, 3, 12, 9000), (2, 2, 5, 7, 5000), (1, 2, 2, 4, 4095)])
+def test_one_token_over_many_keys(B, Hkv, G, D, S, dtype, atol):
+    "Decode over a long history: slots of a larger buffer, sinks, and one dominant key; also where `attend_split` does not pay"
+    g = torch.Generator().manual_seed(S)
+    q, sink = torch.randn(B, Hkv*G, 1, D, generator=g, dtype=dtype), torch.randn(Hkv*G, generator=g, dtype=dtype)
+    k, v = (torch.randn(B, Hkv, S + 300, D, generator=g, dtype=dtype)[:, :, :S] for _ in "kv")
+    k[:, :, S//2] *= 20
+    assert split_pays(q.view(B, Hkv, G, D), S) == (G <= 4 and S >= 4096 and torch.backends.mkl.is_available())
+    got, want = causal_attention(q, k, v, sink), manual_causal_attention(q.double(), k.double(), v.double(), sink.double())
+    assert got.dtype == dtype and (got - want).abs().max() < atol
+    for a, b in zip(attend_split(q.view(B, Hkv, G, D), k, v), attend_plain(q.view(B, Hkv, G, D).double(), k.double(), v.double())):
+        assert (a - b).abs().max() < atol*10
 
 # ---- against transformers --------------------------------------------------------------------------------------
 
