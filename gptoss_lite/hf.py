@@ -187,11 +187,7 @@ def cache_layers(
                          "sliding-window attention; use transformers' DynamicCache(config=config)")
     return [kinds[type(l)](l) if type(l) in kinds else "shared" for l in layers]
 
-test_eq(cache_layers(model.config), [8, None, 8, None])
-test_eq(cache_layers(MistralConfig(num_hidden_layers=3, sliding_window=5)), [5, 5, 5])
-test_eq(cache_layers(Qwen2Config(num_hidden_layers=2)), [None, None])
-
-# %% ../nbs/13_hf.ipynb #c031
+# %% ../nbs/13_hf.ipynb #c032
 class MixedCache(Cache):
     "A `transformers.Cache` of rings and growing buffers; made by `mixed_cache`"
     @property
@@ -254,7 +250,7 @@ def mixed_cache(
         layers.append(theirs if window == "shared" else FullLayer(max_length or 0) if window is None else WindowLayer(window, rewind))
     return MixedCache(layers=layers)
 
-# %% ../nbs/13_hf.ipynb #c048
+# %% ../nbs/13_hf.ipynb #c049
 def attend_runs(
     q:Tensor, # `(B, H, T, D)`, the last T of S positions
     k:Tensor, # `(B, Hkv, S, D)`
@@ -274,7 +270,7 @@ def attend_runs(
         out.append(F.pad(o, (0, 0, first, T - last)))
     return torch.cat(out)
 
-# %% ../nbs/13_hf.ipynb #c054
+# %% ../nbs/13_hf.ipynb #c055
 def _end(q_length:int=0, q_offset:int|Tensor=0, cache_position:Tensor|None=None, **kwargs)->int:
     "The position after the last query, told by a length or, in older versions, by positions"
     return int(q_offset) + q_length if cache_position is None else int(cache_position[-1]) + 1
@@ -300,7 +296,7 @@ def attention_mask(
     return AttentionMaskInterface()["sdpa"](kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, local_size=local_size,
                                            allow_is_causal_skip=False, config=config, **kwargs)
 
-# %% ../nbs/13_hf.ipynb #c058
+# %% ../nbs/13_hf.ipynb #c059
 def attention_forward(
     module, # The layer's attention module
     query:Tensor, # `(B, H, T, D)`, rotated
@@ -343,7 +339,7 @@ def _attend_dense(q, k, v, mask, sink):
 AttentionInterface.register("gptoss_lite", attention_forward)
 AttentionMaskInterface.register("gptoss_lite", attention_mask)
 
-# %% ../nbs/13_hf.ipynb #c073
+# %% ../nbs/13_hf.ipynb #c074
 @dataclass
 class LayerGroup:
     "Layers of one kind, and what they weigh"
@@ -382,7 +378,7 @@ class CacheWeight:
         return "\n".join([head, *("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide))).rstrip() for r in rows)])
     __repr__ = __str__
 
-# %% ../nbs/13_hf.ipynb #c074
+# %% ../nbs/13_hf.ipynb #c075
 def load_config(
     path:str|Path, # a folder with a config.json, or such a file
 ): # a configuration of transformers
