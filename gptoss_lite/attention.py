@@ -16,7 +16,6 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from .cache import MixedKVCache
 from .config import ModelConfig
-from .ragged import Packed
 from .ring import check_int
 from .rows import Linear
 from .rope import YaRNRoPE, apply_rope
@@ -153,7 +152,7 @@ def _rows(q, Hkv): # `(B, H, T, D)` -> `(B, Hkv, G*T, D)`
 
 # %% ../nbs/08_attention.ipynb #c077
 SPLIT = 512 # keys of a block
-SPLIT_ROWS, SPLIT_KEYS = 4, 4096 # at most so many rows and at least so many keys make it worth while
+SPLIT_ROWS, SPLIT_KEYS = 4, 16384 # at most so many rows and at least so many keys make it worth while
 
 @lru_cache(maxsize=4) # all layers of a step ask for the same one
 def _bags(n, R):
@@ -388,7 +387,7 @@ def forward(self:GPTOSSAttention,
     x:Tensor, # Normed residuals, `(B, T, C)`
     cos:Tensor, # this layer's table, `(T, D/2)`
     sin:Tensor, # this layer's table, `(T, D/2)`
-    cache:MixedKVCache|Packed|None=None, # holds the history; None: `x` is the whole sequence
+    cache:MixedKVCache|None=None, # holds the history; None: `x` is the whole sequence
     layer_idx:int=0, # this layer's place in the cache
     sink:Tensor|None=None, # the clamped sinks where the caller has them already
 )->Tensor: # `(B, T, C)`
@@ -399,7 +398,5 @@ def forward(self:GPTOSSAttention,
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     if cache is not None: k, v = cache.update(layer_idx, k, v, self.is_windowed, self.window_size)
     if sink is None: sink = self.clamped_sink()
-    window = self.window_size if self.is_windowed else None
-    if not isinstance(cache, Packed): out = causal_attention(q, k, v, sink, window)
-    else: out = torch.cat([causal_attention(*qkv, sink, window) for qkv in zip(q.split(cache.lengths, 2), k, v)], 2) # each text alone
+    out = causal_attention(q, k, v, sink, self.window_size if self.is_windowed else None)
     return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
