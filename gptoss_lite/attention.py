@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from .cache import MixedKVCache
 from .config import ModelConfig
+from .ragged import Packed
 from .ring import check_int
 from .rows import Linear
 from .rope import YaRNRoPE, apply_rope
@@ -387,7 +388,7 @@ def forward(self:GPTOSSAttention,
     x:Tensor, # Normed residuals, `(B, T, C)`
     cos:Tensor, # this layer's table, `(T, D/2)`
     sin:Tensor, # this layer's table, `(T, D/2)`
-    cache:MixedKVCache|None=None, # holds the history; None: `x` is the whole sequence
+    cache:MixedKVCache|Packed|None=None, # holds the history; None: `x` is the whole sequence
     layer_idx:int=0, # this layer's place in the cache
     sink:Tensor|None=None, # the clamped sinks where the caller has them already
 )->Tensor: # `(B, T, C)`
@@ -398,5 +399,7 @@ def forward(self:GPTOSSAttention,
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
     if cache is not None: k, v = cache.update(layer_idx, k, v, self.is_windowed, self.window_size)
     if sink is None: sink = self.clamped_sink()
-    out = causal_attention(q, k, v, sink, self.window_size if self.is_windowed else None)
+    window = self.window_size if self.is_windowed else None
+    if not isinstance(cache, Packed): out = causal_attention(q, k, v, sink, window)
+    else: out = torch.cat([causal_attention(*qkv, sink, window) for qkv in zip(q.split(cache.lengths, 2), k, v)], 2) # each text alone
     return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
