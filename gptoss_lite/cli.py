@@ -26,7 +26,7 @@ from .config import ModelConfig, gptoss_502m, gptoss_tiny
 from .generation import forward_step, stream
 from .memory import kv_cache_bytes, kv_reduction
 from .model import GPTOSS, load_checkpoint, read_checkpoint, tensor_digest
-from .passkey import CharTokenizer, PasskeyEvaluator, load_pretrained, plot_heatmap, summarize
+from .passkey import HAYSTACKS, WORDINGS, CharTokenizer, PasskeyEvaluator, load_pretrained, load_tokenizer, plot_heatmap, summarize
 from .ring import check_int
 from .training import Recipe, export_checkpoint, train as run_training
 
@@ -139,11 +139,12 @@ def kv(
     raise typer.Exit(0 if passed else 1)
 
 # %% ../nbs/15_cli.ipynb #c032
-def _load(checkpoint, config=None, device="cpu"):
+def _load(checkpoint, config=None, device="cpu", tokenizer="char"):
     check_device(device)
     cfg = ModelConfig.from_dict(json.loads(Path(config).read_text())) if config else None
+    tok = None if tokenizer == "char" else load_tokenizer(tokenizer)
     if checkpoint == "random":
-        cfg = cfg or load_pretrained()[0].cfg
+        cfg = cfg or load_pretrained()[0].cfg.replace(**dict(vocab_size=len(tok)) if tok else {})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = GPTOSS(cfg)
@@ -151,7 +152,7 @@ def _load(checkpoint, config=None, device="cpu"):
         text = read_checkpoint(checkpoint)[1].get("eval_config")
         model = load_checkpoint(checkpoint, cfg or (text and ModelConfig.from_dict(json.loads(text))))
     else: model = load_pretrained(checkpoint, cfg=cfg)[0]
-    return model.to(device).eval(), CharTokenizer(model.cfg.vocab_size)
+    return model.to(device).eval(), tok or CharTokenizer(model.cfg.vocab_size)
 
 # %% ../nbs/15_cli.ipynb #c033
 @app.command()
@@ -162,9 +163,13 @@ def passkey(
     position:Annotated[str, Option(help="start, middle, end, spread, a depth from 0 to 1, or several with commas.")]="middle",
     fillers:Annotated[Optional[int], Option(help="So many texts a length, each with every depth; by default each trial has its own.")]=None,
     seed:Annotated[int, Option(help="Of keys and fillers.")]=42,
+    haystack:Annotated[str, Option(help=", ".join(HAYSTACKS) + ".")]="words",
+    wording:Annotated[str, Option(help="Of needle and question: " + ", ".join(WORDINGS) + ".")]="passkey",
     checkpoint:Checkpoint="passkey",
     config:Config=None,
+    tokenizer:Annotated[str, Option(help="char, or a folder with a tokenizer of transformers.")]="char",
     device:Device="cpu",
+    batch:Annotated[int, Option(help="Prompts side by side; worth it on a GPU, or for short ones.")]=1,
     target:Annotated[float, Option(min=0, max=1, help="Exact match to reach at the longest length.")]=0.85,
     fail_below:Annotated[Optional[float], Option(min=0, max=1, help="Exit with 1 where the longest length is below this.")]=None,
     log:Annotated[Optional[Path], Option(help="Write each trial to this file as it ends; the same command goes on where it stopped.")]=None,
@@ -177,10 +182,10 @@ def passkey(
     check_writable(log, json_file, plot)
     if threads: torch.set_num_threads(threads)
     lengths = [*(context_lengths or []), *(more or [])] or [4096, 8192, 32768, 65536, 131072]
-    model, tokenizer = _load(checkpoint, config, device)
-    ev, run = PasskeyEvaluator(model, tokenizer), run_info(device) | dict(commit=commit)
+    model, tok = _load(checkpoint, config, device, tokenizer)
+    ev, run = PasskeyEvaluator(model, tok, haystack=haystack, wording=wording), run_info(device) | dict(commit=commit)
     where = position.split(",") if "," in position else position
-    ev.evaluate(lengths, n_trials, where, seed, fillers=fillers, progress=True, log=log, run=run)
+    ev.evaluate(lengths, n_trials, where, seed, fillers=fillers, batch=batch, progress=True, log=log, run=run)
     rows = summarize(ev.trials)
     typer.echo(f"{'tokens':>8}  {'hits':>9}  exact match  95 % interval     s/trial")
     for r in rows:
@@ -191,7 +196,7 @@ def passkey(
     typer.echo(f"{'PASSED' if passed else 'BELOW TARGET'}: {last['accuracy']:.1%} at {last['length']:,} tokens, target {target:.0%}"
                + ("" if passed or checkpoint != "random" else "; a random model knows nothing, train one first"))
     write_json(json_file, run=run, checkpoint=Path(checkpoint).name, digest=tensor_digest(model.state_dict()), config=model.cfg.to_dict(),
-               seed=seed, position=position, fillers=fillers, target=target, summary=rows, trials=[asdict(t) for t in ev.trials])
+               tokenizer=type(tok).__name__, haystack=haystack, wording=wording, seed=seed, position=position, fillers=fillers, target=target, summary=rows, trials=[asdict(t) for t in ev.trials])
     if plot: save_heatmap(ev.trials, plot)
     raise typer.Exit(1 if fail_below is not None and last["accuracy"] < fail_below else 0)
 

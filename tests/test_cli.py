@@ -109,8 +109,8 @@ def test_passkey_of_an_untrained_model_exits_0_below_target(tmp_path):
 
 def test_passkey_judges_the_longest_length(monkeypatch):
     from gptoss_lite.passkey import PasskeyEvaluator, Trial
-    def run_trial(self, length, trial, key, depth, seed, max_new_tokens): return Trial(length, trial, key, depth, seed, "", key, length < 200, 0.)
-    monkeypatch.setattr(PasskeyEvaluator, "run_trial", run_trial)
+    def run_trials(self, plans, *a): return [Trial(**p, output="", answer=p["key"], correct=p["length"] < 200, seconds=0.) for p in plans]
+    monkeypatch.setattr(PasskeyEvaluator, "run_trials", run_trials)
     good, bad = ("passkey", "--n-trials", 2, "--context-lengths", 150, 100), ("passkey", "--n-trials", 2, "--context-lengths", 200, 100)
     assert "PASSED: 100.0% at 150 tokens, target 85%" in run(*good).output and run(*good, "--fail-below", 1).exit_code == 0
     assert "BELOW TARGET: 0.0% at 200 tokens" in run(*bad).output and run(*bad, "--fail-below", 0).exit_code == 0
@@ -123,6 +123,23 @@ def test_passkey_writes_no_path_and_no_host(tmp_path):
     run("passkey", "--context-lengths", 100, "--n-trials", 1, "--checkpoint", tmp_path/"secret"/"passkey.safetensors", "--json", tmp_path/"p.json")
     text = (tmp_path/"p.json").read_text()
     assert json.loads(text)["checkpoint"] == "passkey.safetensors" and "secret" not in text and platform.node() not in text
+
+
+def test_a_run_goes_on_and_other_haystacks_and_tokenizers_are_used(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    tok = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[]))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>").save_pretrained(tmp_path/"tok")
+    line = ("passkey", "--context-lengths", 200, "--n-trials", 4, "--position", "0,0.5", "--fillers", 2, "--haystack", "prose", "--wording", "code",
+            "--checkpoint", "random", "--tokenizer", tmp_path/"tok", "--commit", "abc", "--log", tmp_path/"t.jsonl", "--json", tmp_path/"p.json")
+    assert run(*line).exit_code == 0
+    res, text = json.loads((tmp_path/"p.json").read_text()), (tmp_path/"t.jsonl").read_text()
+    head, start, *trials = map(json.loads, text.splitlines())
+    assert (head["haystack"], head["wording"], head["config"]["vocab_size"], head["seed"], head["position"]) == ("prose", "code", 257, 42, ["0", "0.5"])
+    assert head["digest"] == res["digest"] and start["run"]["commit"] == res["run"]["commit"] == "abc" and start["run"]["machine"]
+    assert sorted(trials, key=lambda t: t["trial"]) == res["trials"] and str(tmp_path) not in text
+    assert run(*line).exit_code == 0 and (tmp_path/"t.jsonl").read_text() == text
 
 
 def test_config_is_used_for_every_kind_of_checkpoint(tmp_path):
@@ -191,6 +208,15 @@ def test_the_processor_of_a_system_that_names_none(monkeypatch):
     (["passkey", "--context-lengths", "4k"], "--context-lengths"),
     (["passkey", "--position", "top", "--context-lengths", "100", "--n-trials", "1"], "passkey_position='top'"),
     (["passkey", "--n-trials", "0"], "n_trials=0"),
+    (["passkey", "--n-trials", "7", "--fillers", "2"], "n_trials=7"),
+    (["passkey", "--n-trials", "7", "--position", "0,1"], "n_trials=7"),
+    (["passkey", "--position", "0,2", "--n-trials", "2"], "passkey_position='2'"),
+    (["passkey", "--haystack", "hay"], "haystack='hay'"),
+    (["passkey", "--wording", "kind"], "wording='kind'"),
+    (["passkey", "--tokenizer", "gpt2"], "tokenizer='gpt2'"),
+    (["passkey", "--tokenizer", "."], "tokenizer"),
+    (["passkey", "--batch", "0"], "batch=0"),
+    (["passkey", "--log", "file2"], "file2"),
     (["passkey", "--target", "85"], "--target"),
     (["passkey", "--fail-below", "-1"], "--fail-below"),
     (["passkey", "--context-lengths", "100", "--device", "cuda:99"], "device='cuda:99'"),
@@ -231,6 +257,7 @@ def test_the_processor_of_a_system_that_names_none(monkeypatch):
 def test_bad_input_ends_with_one_line(argv, words, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path/"file").write_text("")
+    (tmp_path/"file2").write_text("something\n")
     (tmp_path/"bad.json").write_text('{"no_such": 1}')
     (tmp_path/"broken.safetensors").write_bytes(b"12345678")
     monkeypatch.setattr("sys.argv", ["gptoss-lite", *argv])

@@ -7,12 +7,12 @@ from hypothesis import given, settings, strategies as st
 
 from gptoss_lite.config import gptoss_tiny
 from gptoss_lite.model import GPTOSS
-from gptoss_lite.passkey import (NEEDLE, QUESTION, WORDS, CharTokenizer, PasskeyEvaluator, PromptBuilder, Trial, depth_of, load_pretrained,
-                                 make_filler_text, plot_heatmap, read_log, summarize, target_at, wilson_interval)
+from gptoss_lite.passkey import (HAYSTACKS, NEEDLE, QUESTION, WORDINGS, WORDS, CharTokenizer, PasskeyEvaluator, PromptBuilder, Trial, depth_of,
+                                 load_pretrained, load_tokenizer, make_filler_text, plot_heatmap, read_log, summarize, target_at, wilson_interval)
 import gptoss_lite.passkey as P
 
 
-def evaluator(tokenizer, vocab_size): return PasskeyEvaluator(GPTOSS(gptoss_tiny().replace(vocab_size=vocab_size)), tokenizer)
+def evaluator(tokenizer, vocab_size, **kw): return PasskeyEvaluator(GPTOSS(gptoss_tiny().replace(vocab_size=vocab_size)), tokenizer, **kw)
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +33,39 @@ def bpe_ev():
     return evaluator(PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>", eos_token="</s>"), 400)
 
 
+OTHERS = [(h, w) for h in HAYSTACKS for w in WORDINGS if (h, w) != ("words", "passkey")]
+
+@pytest.fixture(scope="module")
+def others(char_ev, bpe_ev): # evaluators of every other haystack and wording, for both tokenizers
+    return [PasskeyEvaluator(ev.model, ev.tokenizer, haystack=h, wording=w) for ev in (char_ev, bpe_ev) for h, w in OTHERS]
+
+
 # ---- prompts ----
 
 def check_prompt(ev, key, length, depth, seed):
-    ids, tokenizer = ev.build_prompt_ids(key, length, depth, seed), ev.tokenizer
+    ids, tokenizer, w = ev.build_prompt_ids(key, length, depth, seed), ev.tokenizer, WORDINGS[ev.wording]
     assert len(ids) == length and ids == ev.build_prompt_ids(key, length, depth, seed)
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None: assert ids.count(bos) == 1 and ids[0] == bos
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert text == ev.build_prompt(key, length, depth, seed).removeprefix("<s>")
-    assert re.findall(r"\d+", text) == [key], "the key once, and no other number"
-    assert text.endswith(QUESTION) and text.count(NEEDLE.format(key=key)) == 1
-    assert set(text.replace(NEEDLE.format(key=key), " ").removesuffix(QUESTION).split()) <= set(WORDS), "words are whole"
-    needle, start = ev.builder.encode(NEEDLE.format(key=key)), int(bos is not None)
-    free = length - len(needle) - len(ev.builder.encode(QUESTION)) - start
+    numbers = re.findall(r"\d+", text)
+    assert all(len(x) == 5 for x in numbers) and len(set(numbers)) == len(w.names), "one key for each needle, and no other number"
+    assert numbers.count(key) == len(numbers) - len(w.names) + 1 == 1 + ("{key}" in w.question), "the key once"
+    [asked] = [n for n in w.names if w.needle.format(key=key, name=n) in text]
+    question = w.question.format(key=key, name=asked)
+    assert text.endswith(question), "the question whole and last"
+    needles = re.findall(re.escape(w.needle).replace(r"\{key\}", r"\d{5}").replace(r"\{name\}", r"\w+"), text.removesuffix(question))
+    assert len(needles) == len(w.names)
+    rest = text.removesuffix(question)
+    for n in needles: rest = rest.replace(n, " ")
+    assert set(rest.split()) <= set(" ".join(HAYSTACKS[ev.haystack]).split()), "words are whole"
+    needle, start = ev.builder.encode(w.needle.format(key=key, name=asked)), int(bos is not None)
+    lengths = [len(ev.builder.encode(n)) for n in needles]
+    free = length - sum(lengths) - len(ev.builder.encode(question)) - start
     at = next(i for i in range(length) if ids[i:i+len(needle)] == needle)
-    assert abs(at - start - depth*free) <= 0.5
+    before = sum(lengths[:[key in n for n in needles].index(True)])
+    assert abs(at - start - before - depth*free) <= 0.5
 
 
 PROMPTS = dict(key=st.integers(0, 99_999).map("{:05d}".format), length=st.integers(80, 700), depth=st.floats(0, 1), seed=st.integers(0, 2**31))
@@ -61,6 +78,29 @@ def test_prompts_of_characters(char_ev, key, length, depth, seed): check_prompt(
 @settings(max_examples=25)
 @given(**PROMPTS)
 def test_prompts_of_a_trained_byte_pair_tokenizer(bpe_ev, key, length, depth, seed): check_prompt(bpe_ev, key, length, depth, seed)
+
+
+@settings(max_examples=120)
+@given(which=st.integers(0, 2*len(OTHERS) - 1), **{**PROMPTS, "length": st.integers(240, 900)})
+def test_prompts_of_every_haystack_and_wording(others, which, key, length, depth, seed): check_prompt(others[which], key, length, depth, seed)
+
+
+def test_no_haystack_and_no_wording_holds_a_digit():
+    for units in HAYSTACKS.values(): assert units and not re.search(r"\d", " ".join(units)) and " ".join(units).isascii()
+    for w in WORDINGS.values(): assert not re.search(r"\d", w.needle + w.question) and "{key}" in w.needle and len(set(w.names)) == len(w.names)
+    assert [n for n, w in WORDINGS.items() if "{key}" in w.question] == ["leaky"]
+    for bad in (dict(haystack="hay"), dict(wording="kind"), dict(haystack=None)):
+        with pytest.raises(ValueError, match=f"{[*bad][0]}=.*must be one of"): PromptBuilder(CharTokenizer(), **bad)
+
+
+@pytest.mark.parametrize("which", ["passkey", "several"])
+def test_text_before_the_needle_is_the_same_at_every_depth(char_ev, which):
+    ev = PasskeyEvaluator(char_ev.model, char_ev.tokenizer, wording=which)
+    far, near = (ev.build_prompt_ids("12345", 2000, d, 5) for d in (0.1, 0.9))
+    n = P.alike(far, near)
+    assert n == next(i for i, (a, b) in enumerate(zip(far, near)) if a != b)
+    if which == "passkey": assert abs(n - 0.1*(2000 - 58)) < 10 and near[:n] == ev.build_prompt_ids("54321", 2000, 1., 5)[:n]
+    assert P.alike([1, 2], [1, 2, 3]) == 2 and P.alike([], [1]) == 0
 
 
 @pytest.mark.parametrize("depth", [0., 1.])
@@ -148,12 +188,21 @@ def test_only_new_tokens_count(char_ev, monkeypatch):
     assert not char_ev.run_trial(200, 0, "12346", 0.5, 0).correct
 
 
+def test_an_answer_that_the_budget_cuts_is_a_miss(char_ev, monkeypatch):
+    "Whether a sixth digit would have followed is not known"
+    answers(monkeypatch, " 12345.")
+    got = {n: char_ev.run_trial(200, 0, "12345", 0.5, 0, max_new_tokens=n) for n in range(1, 9)}
+    assert [n for n, t in got.items() if t.correct] == [7, 8] and got[6].output == " 12345" and got[6].answer is None
+
+
 def test_the_prompt_that_is_run_is_the_one_that_was_built(char_ev, monkeypatch):
     seen = []
-    def fake(model, ids, n, temperature): seen.append((ids.tolist(), ids.device.type, n, temperature)); return torch.cat([ids, ids[:, :n]], 1)
+    def fake(model, ids, n, temperature, cache):
+        seen.append((ids.tolist(), ids.device.type, n, temperature, cache.n_tokens))
+        return torch.cat([ids, ids[:, :n]], 1)
     monkeypatch.setattr(P, "generate", fake)
     char_ev.run_trial(200, 0, "12345", 0.3, 7, max_new_tokens=9)
-    assert seen == [([char_ev.build_prompt_ids("12345", 200, 0.3, 7)], "cpu", 9, 0.)]
+    assert seen == [([char_ev.build_prompt_ids("12345", 200, 0.3, 7)], "cpu", 9, 0., 0)]
 
 
 def test_prompts_go_to_the_device_of_the_model_when_a_trial_runs(monkeypatch):
@@ -164,6 +213,63 @@ def test_prompts_go_to_the_device_of_the_model_when_a_trial_runs(monkeypatch):
     ev.device = torch.device("cpu")
     ev.run_trial(200, 0, "12345", 0.5, 0)
     assert seen == ["meta", "cpu"]
+
+
+# ---- prompts that begin alike ----
+
+@pytest.fixture(scope="module")
+def trained(): return PasskeyEvaluator(*load_pretrained())
+
+DEPTHS = [0, 0.25, 0.5, 0.75, 1]
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("haystack, wording", [("words", "passkey"), ("prose", "several")])
+def test_trials_together_are_those_by_themselves(trained, batch, haystack, wording):
+    ev = PasskeyEvaluator(trained.model, trained.tokenizer, haystack=haystack, wording=wording)
+    plan = ev.plan([450], 20, DEPTHS, 3, 2)
+    got = [t for i in (0, 10) for t in ev.run_trials(plan[i:i+10], batch=batch)]
+    want = [ev.run_trial(**p) for p in plan]
+    assert [t.depth for t in got[:10]] == sorted(DEPTHS*2, reverse=True)
+    assert same(sorted(got, key=lambda t: t.trial)) == same(want)
+    if wording == "passkey": assert all(t.correct for t in got)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_logits_after_a_shared_beginning_are_those_of_the_whole_prompt(trained, monkeypatch, batch):
+    logits, reads, true = {}, [], P.prefill
+    def fake(model, ids, n, temperature, cache):
+        reads.append(ids.numel())
+        with torch.no_grad(): out = true(model, ids, cache)
+        for row, l in zip(ids.tolist(), out): logits[tuple(row)] = l
+        return torch.cat([ids, ids[:, :n]], 1)
+    monkeypatch.setattr(P, "generate", fake)
+    monkeypatch.setattr(P, "prefill", lambda model, ids, cache: reads.append(ids.numel()) or true(model, ids, cache))
+    plan = trained.plan([900], 15, DEPTHS, 5, 1)
+    list(trained.run_trials(plan, batch=batch))
+    prompts = [trained.build_prompt_ids(p["key"], 900, p["depth"], p["seed"]) for p in plan]
+    assert sum(reads) < 0.75*15*900 and len(logits) == 15
+    with torch.no_grad(): dense = trained.model(torch.tensor(prompts))[0][:, -1]
+    for ids, want in zip(prompts, dense):
+        [got] = [l for rest, l in logits.items() if ids[-len(rest):] == list(rest)]
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def test_one_prompt_twice_and_prompts_of_two_fillers(trained):
+    p, q = trained.plan([400], 2, "middle", 1)
+    assert same(trained.run_trials([p, p, q])) in ([*same([trained.run_trial(**x) for x in order])] for order in ((p, p, q), (q, p, p)))
+
+
+# ---- tokenizers of transformers ----
+
+def test_a_tokenizer_from_a_folder(bpe_ev, tmp_path):
+    bpe_ev.tokenizer.save_pretrained(tmp_path/"tok")
+    ev = evaluator(load_tokenizer(tmp_path/"tok"), 400)
+    assert type(ev.tokenizer).__module__.startswith("transformers") and ev.header("middle", 1, 16)["tokenizer"] == type(ev.tokenizer).__name__
+    for length in (60, 131, 1000): check_prompt(ev, "00042", length, 0.3, 7)
+    assert ev.build_prompt_ids("12345", 300, 0.4, 1) == bpe_ev.build_prompt_ids("12345", 300, 0.4, 1)
+    ids = ev.tokenizer.encode(" 12345.", add_special_tokens=False)
+    assert ev.score("12345", torch.tensor(ids), length=1, trial=0, depth=0., seed=0, seconds=0.).correct
+    with pytest.raises(ValueError, match="tokenizer=.*a folder"): load_tokenizer(tmp_path/"nothing")
 
 
 # ---- evaluation ----
@@ -253,10 +359,10 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(char_ev, tmp_path, monke
     whole, want = log.read_text(), same(char_ev.trials)
     log.write_text(whole[:cut])
     kept, ran = sum(line.startswith('{"length"') for line in whole[:cut].split("\n")[:-1]), []
-    true = PasskeyEvaluator.run_trial
-    monkeypatch.setattr(PasskeyEvaluator, "run_trial", lambda self, **kw: ran.append(kw) or true(self, **kw))
+    true = PasskeyEvaluator.score
+    monkeypatch.setattr(PasskeyEvaluator, "score", lambda self, *a, **kw: ran.append(kw) or true(self, *a, **kw))
     char_ev.evaluate(**GRID, log=log, run=dict(machine="b"))
-    assert same(char_ev.trials) == want == same(read_log(log)[2]) and len(ran) == 24 - kept
+    assert same(char_ev.trials) == want and sorted(want) == sorted(same(read_log(log)[2])) and len(ran) == 24 - kept
     assert [r["machine"] for r in read_log(log)[1]] == (["a", "b"] if kept else ["b"])
     text, ran[:] = log.read_text(), []
     char_ev.evaluate(**GRID, log=log)
@@ -264,13 +370,13 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(char_ev, tmp_path, monke
 
 
 def test_each_trial_is_in_the_file_before_the_next_one_runs(char_ev, tmp_path, monkeypatch):
-    log, true = tmp_path/"t.jsonl", PasskeyEvaluator.run_trial
-    def dies(self, **kw):
-        if kw["trial"] == 5: raise KeyboardInterrupt
-        return true(self, **kw)
-    monkeypatch.setattr(PasskeyEvaluator, "run_trial", dies)
+    log, true = tmp_path/"t.jsonl", PasskeyEvaluator.score
+    def dies(self, *a, **kw):
+        if kw["trial"] == 3: raise KeyboardInterrupt
+        return true(self, *a, **kw)
+    monkeypatch.setattr(PasskeyEvaluator, "score", dies)
     with pytest.raises(KeyboardInterrupt): char_ev.evaluate(**GRID, log=log)
-    assert [t.trial for t in read_log(log)[2]] == [0, 1, 2, 3, 4]
+    assert [t.trial for t in read_log(log)[2]] == [2, 5, 1, 4, 0], "deepest first, until trial 3"
 
 
 def test_more_lengths_go_to_the_same_file(char_ev, tmp_path):
