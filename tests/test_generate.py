@@ -170,29 +170,50 @@ def test_modes_are_put_back_after_an_error(model):
     hook.remove()
     assert model.training and torch.is_grad_enabled()
 
-def test_a_step_that_was_broken_off_is_noticed(model):
-    cache = MixedKVCache()
-    generate(model, ids(), 3, 0, cache=cache)
-    def fail(*_): raise KeyboardInterrupt
-    hook = model.blocks[2].register_forward_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt): generate(model, ids()[:, :0], 3, 0, cache=cache)
+def visible(cache):
+    "What a cache holds, by layer, and what waits: slots that no one can see do not count"
+    kv = [None if x is None else x.clone() for i, kind in enumerate(CFG.kinds) for x in cache.get(i, kind == "windowed")]
+    return cache.n_tokens, len(cache), None if cache.pending is None else cache.pending.tolist(), kv
+
+def alike(a, b): return a[:3] == b[:3] and all(x is y if x is None else torch.equal(x, y) for x, y in zip(a[3], b[3], strict=True))
+
+def broken_off(module, call, run):
+    "Run with a keyboard interrupt at this call of the module"
+    calls = []
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == call: raise KeyboardInterrupt
+    hook = module.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt): run()
     hook.remove()
-    with pytest.raises(ValueError, match="broken off.*reset"): generate(model, ids(), 3, 0, cache=cache)
-    cache.reset()
-    assert torch.equal(generate(model, ids(), 3, 0, cache=cache), generate(model, ids(), 3, 0))
+
+def test_a_step_that_was_broken_off_is_undone(model):
+    "The token that it fed is pending again, and the text goes on as if nothing had been"
+    cache = MixedKVCache()
+    first = generate(model, ids(), 3, 0, cache=cache)
+    before = visible(cache)
+    broken_off(model.blocks[2], 1, lambda: generate(model, ids()[:, :0], 3, 0, cache=cache))
+    assert alike(visible(cache), before)
+    assert torch.equal(torch.cat([first, generate(model, ids()[:, :0], 3, 0, cache=cache)], 1), generate(model, ids(), 6, 0))
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_no_token_is_fed_twice(model, step, monkeypatch):
     "If choosing fails after a step, the cache and what is pending are together the tokens so far, none of them twice"
     cache, n, right = MixedKVCache(), [0], generation.sample
-    def choose(logits, *args):
+    def choose(logits, *args, **kwargs):
         n[0] += 1
         if n[0] > step: raise KeyboardInterrupt
-        return right(logits, *args)
+        return right(logits, *args, **kwargs)
     monkeypatch.setattr(generation, "sample", choose)
     with pytest.raises(KeyboardInterrupt): generate(model, ids(), 5, 0, cache=cache)
-    assert cache.n_tokens == 8 + step and cache.pending.shape == (2, 0), "all was fed, and what comes next is unknown"
-    with pytest.raises(ValueError, match="broken off.*reset"): generate(model, ids(), 5, 0, cache=cache)
+    monkeypatch.undo()
+    whole = generate(model, ids(), 6, 0)
+    if step == 0:  # the prompt was not read: the call can be made again
+        assert cache.n_tokens == 0 and cache.pending is None
+        assert torch.equal(generate(model, ids(), 6, 0, cache=cache), whole)
+    else:
+        assert cache.n_tokens == 8 + step - 1 and torch.equal(cache.pending, whole[:, 8+step-1:8+step])
+        assert torch.equal(generate(model, ids()[:, :0], 6 - step, 0, cache=cache), whole[:, 8+step:])
 
 @pytest.mark.parametrize("turn", [0, 4])
 def test_a_step_that_stored_nothing_can_be_repeated(model, turn):
@@ -563,18 +584,15 @@ def test_on_a_gpu(dtype, tol):
     with pytest.raises(ValueError, match="device"): generate(model, P, 2, cache=cache)
 
 
-@pytest.mark.parametrize("where, call", [("embed", 3), ("norm", 1), ("blocks.2", 2)])
-def test_a_prefill_that_was_broken_off_between_chunks_is_noticed(model, where, call):
-    calls = []
-    def fail(*_):
-        calls.append(1)
-        if len(calls) == call: raise KeyboardInterrupt
-    cache, hook = MixedKVCache(), model.get_submodule(where).register_forward_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt): generate(model, ids(), 3, 0, cache=cache, prefill_chunk=3)
-    hook.remove()
-    with pytest.raises(ValueError, match="broken off.*reset"): generate(model, ids(), 3, 0, cache=cache)
-    cache.reset()
-    assert torch.equal(generate(model, ids(), 3, 0, cache=cache), generate(model, ids(), 3, 0))
+@pytest.mark.parametrize("where, call, read", [("embed", 3, 6), ("norm", 1, 6), ("blocks.2", 2, 3)])
+def test_a_prefill_that_was_broken_off_between_chunks_goes_on(model, where, call, read):
+    "Whole chunks stay, the rest of the prompt is pending; it must be read before anything new"
+    cache = MixedKVCache()
+    broken_off(model.get_submodule(where), call, lambda: generate(model, ids(), 3, 0, cache=cache, prefill_chunk=3))
+    assert cache.n_tokens == read and torch.equal(cache.pending, ids()[:, read:])
+    if read < 7:
+        with pytest.raises(ValueError, match=f"{8-read} ids of a prompt that was broken off.*no column.*reset"): generate(model, ids(), 3, 0, cache=cache)
+    assert torch.equal(generate(model, ids()[:, :0], 3, 0, cache=cache), generate(model, ids(), 3, 0)[:, 8:])
 
 @pytest.mark.parametrize("meddle", [lambda m, c: generate(m, ids()[:, :0], 2, 0, cache=c), lambda m, c: c.reset()])
 def test_a_stream_notices_that_its_cache_was_used(model, meddle):
