@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 from .config import ModelConfig
-from .model import GPTOSS, read_checkpoint, save_checkpoint, tensor_digest
+from .model import GPTOSS, load_checkpoint, read_checkpoint, save_checkpoint, tensor_digest
 from .passkey import ANSWER, QUESTION, CharTokenizer, PromptBuilder
 
 # %% ../nbs/12_training.ipynb #c014
@@ -79,6 +79,13 @@ class Recipe:
     warmup:int = 50 # steps
     lm_weight:float = 0.2 # of the loss on all tokens
     aux_weight:float = 0.01 # of the router's balancing loss
+    start:str = field(default="", repr=False) # digest of the checkpoint to begin from; empty: fresh weights
+
+    def to_dict(self)->dict: # plain values, ready for JSON; an empty `start` is left out
+        return {k: v for k, v in asdict(self).items() if k != "start" or v}
+
+    def __str__(self)->str: # what a saved state is compared by
+        return repr(self) + (f" from {self.start}" if self.start else "")
 
     @property
     def steps(self)->int: return sum(s.steps for s in self.stages)
@@ -94,10 +101,20 @@ class Recipe:
         return s, lr
 
 # %% ../nbs/12_training.ipynb #c035
+def _start(recipe, path):
+    "The weights that the recipe begins from"
+    if path is None: raise ValueError(f"start=None: the recipe begins from the checkpoint {recipe.start[:8]}…; pass its file")
+    digest = read_checkpoint(path)[1].get("digest", "")
+    if digest != recipe.start: raise ValueError(f"start={str(path)!r}: is the checkpoint {digest[:8]}…, the recipe begins from {recipe.start[:8] or 'fresh weights'}; "
+                                                "pass that file, or a recipe with this digest")
+    return load_checkpoint(path, recipe.cfg)
+
+# %% ../nbs/12_training.ipynb #c036
 def train(
     recipe:Recipe,
     folder:str|Path, # for the state and the loss curve
     *,
+    start:str|Path|None=None, # the checkpoint that `recipe.start` names
     save_every:int=50, # steps
     progress:bool=True, # show a bar
 )->tuple[GPTOSS,list[dict]]: # the trained model, and one record a step
@@ -107,12 +124,13 @@ def train(
     with torch.random.fork_rng(devices):
         torch.manual_seed(recipe.seed)
         model = GPTOSS(recipe.cfg)
+    if recipe.start or start is not None: model.load_state_dict(_start(recipe, start).state_dict())
     names = dict(model.named_parameters())
     opt = torch.optim.AdamW(names.values(), lr=1e-3, betas=recipe.betas, weight_decay=0.)
     log = []
     if path.exists():
         state, meta = read_checkpoint(path)
-        if meta.get("recipe") != repr(recipe): raise ValueError(f"folder={str(folder)!r}: holds another recipe's run; use an empty folder")
+        if meta.get("recipe") != str(recipe): raise ValueError(f"folder={str(folder)!r}: holds another recipe's run; use an empty folder")
         log = json.loads(meta["log"])
         with torch.no_grad():
             for n, p in names.items():
@@ -136,16 +154,16 @@ def train(
             bar.update(stage.batch*stage.length)
             if (step+1) % save_every == 0 or step+1 == recipe.steps:
                 state = {f"{k}.{n}": t.contiguous() for n, p in names.items() for k, t in (("model", p.detach()), *opt.state[p].items())}
-                save_file(state, tmp := folder/"state.part", metadata=dict(recipe=repr(recipe), log=json.dumps(log), digest=tensor_digest(state)))
+                save_file(state, tmp := folder/"state.part", metadata=dict(recipe=str(recipe), log=json.dumps(log), digest=tensor_digest(state)))
                 os.replace(tmp, path)
     return model.eval(), log
 
-# %% ../nbs/12_training.ipynb #c046
+# %% ../nbs/12_training.ipynb #c041
 def eval_config(cfg:ModelConfig, scale:float=32)->ModelConfig:
     "The same model with YaRN's interpolated frequencies and without its attention factor"
     return cfg.replace(yarn_scale_factor=scale, yarn_mscale=False)
 
-# %% ../nbs/12_training.ipynb #c052
+# %% ../nbs/12_training.ipynb #c042
 def export_checkpoint(
     model:GPTOSS, recipe:Recipe, path:str|Path,
     commit:str="", # of the code that trained it
@@ -153,4 +171,4 @@ def export_checkpoint(
     "Write the model with both configurations and where it came from"
     save_checkpoint(model, path, metadata=dict(
         eval_config=json.dumps(eval_config(recipe.cfg).to_dict()), seed=str(recipe.seed), commit=commit,
-        train_lengths=json.dumps(sorted({s.length for s in recipe.stages})), recipe=json.dumps(asdict(recipe))))
+        train_lengths=json.dumps(sorted({s.length for s in recipe.stages})), recipe=json.dumps(recipe.to_dict())))

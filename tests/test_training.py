@@ -63,6 +63,28 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path):
     with pytest.raises(ValueError, match="another recipe"): train(recipe(seed=1), tmp_path/"b", progress=False)
 
 
+def test_a_recipe_that_begins_from_a_checkpoint(tmp_path):
+    from dataclasses import replace
+    base = recipe(stages=(Stage(2, 2, 130, 1e-2),))
+    model, _ = train(base, tmp_path/"base", progress=False)
+    export_checkpoint(model, base, file := tmp_path/"m.safetensors")
+    digest = read_checkpoint(file)[1]["digest"]
+    tune = recipe(cfg=eval_config(SMALL), stages=(Stage(2, 2, 130, 1e-3),), start=digest, seed=5)
+    tuned, log = train(tune, tmp_path/"tuned", start=file, save_every=1, progress=False)
+    assert tuned.cfg.yarn_scale_factor == 32 and len(log) == 2
+    moved = [(p - q).abs().max().item() for p, q in zip(model.parameters(), tuned.parameters())]
+    assert 0 < max(moved) < 3e-3, "two small steps away from the checkpoint, not from fresh weights"
+    again, _ = train(tune, tmp_path/"tuned", start=file, progress=False)
+    for p, q in zip(tuned.parameters(), again.parameters()): assert torch.equal(p, q)
+    for r, start, match in ((tune, None, "start=None.*begins from"), (replace(tune, start="0"*64), file, "recipe begins from 00000000"),
+                            (base, file, "from fresh weights")):
+        with pytest.raises(ValueError, match=match): train(r, tmp_path/"c", start=start, progress=False)
+    with pytest.raises(ValueError, match="another recipe"): train(replace(tune, start=""), tmp_path/"tuned", progress=False)
+    assert tune.to_dict()["start"] == digest and "start" not in base.to_dict()
+    export_checkpoint(tuned, tune, file)
+    assert json.loads(read_checkpoint(file)[1]["recipe"])["start"] == digest
+
+
 def test_training_leaves_the_random_state_alone(tmp_path):
     before = torch.get_rng_state()
     train(recipe(stages=(Stage(1, 2, 130, 1e-2),)), tmp_path, progress=False)
