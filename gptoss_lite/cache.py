@@ -179,7 +179,7 @@ import torch
 from torch import Tensor
 from fastcore.basics import patch
 from .growth import GrowingBuffer, Mark
-from .ring import RingMark, check_int
+from .ring import RingBuffer, RingMark, check_int
 
 # %% ../nbs/06a_operate.ipynb #c006
 class CacheMark:
@@ -248,16 +248,16 @@ def rewind(self:MixedKVCache,
 @contextmanager
 def step(self:MixedKVCache):
     "Undo what the block has appended if it raises, in all layers: `with cache.step(): ...` around the forward pass of a few new tokens"
-    outer, buffers, pending, reserved = self._step, dict(self.buffers), self.pending, self._reserved
+    outer, before = self._step, (dict(self.buffers), self.pending, self._reserved)
     log = self._step = []
-    try: yield self
+    try:
+        yield self
+        if outer is not None: outer.extend(log) # what an inner step has done is for the outer one to undo, too
     except BaseException:
         for buf, what in reversed(log): buf._undo(what)
-        self.buffers, self.pending, self._reserved = buffers, pending, reserved
-        self._step = outer
+        self.buffers, self.pending, self._reserved = before
         raise
-    if outer is not None: outer.extend(log)
-    self._step = outer
+    finally: self._step = outer
 
 @patch
 def _not_in_a_step(self:MixedKVCache, what:str)->None:
@@ -298,9 +298,11 @@ def select(self:MixedKVCache,
     rows:list[int]|Tensor, # which rows, in which order; one may come twice
 )->MixedKVCache:
     "A new cache of some rows"
+    if not isinstance(rows, (list, tuple, range, Tensor)) or not len(rows):
+        raise TypeError(f"rows={rows!r}: must be a list of ints, at least one")
     rows = torch.as_tensor(rows)
-    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1 or not len(rows):
-        raise TypeError(f"rows={rows!r}: must be a list of ints, at least one; for a mask use mask.nonzero()[:, 0]")
+    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
+        raise TypeError(f"rows={rows.tolist()}: must be a list of ints; for a mask use mask.nonzero()[:, 0]")
     B = self.batch_size
     if B is not None and not 0 <= int(rows.min()) <= int(rows.max()) < B:
         raise ValueError(f"rows={rows.tolist()}: must lie in 0..{B-1}, the rows of this cache")
@@ -323,11 +325,23 @@ def to(self:MixedKVCache,
 )->MixedKVCache: # itself
     "Move all that is held to `device`; marks of before are void"
     self._not_in_a_step("to")
-    move = lambda x: x.to(device, copy=True)
+    device = torch.empty(0, device=device).device # "cuda" is "cuda:0"
+    held = [b.k for b in self.buffers.values()] + [self.pending]
+    if all(x is None or x.device == device for x in held): return self
+    move = lambda x: x.to(device)
     new = self._derive(lambda b: b._map(move), move) # all or nothing
     self.buffers, self.pending, self._marks = new.buffers, new.pending, WeakSet()
     return self
 
 @patch
 def __repr__(self:MixedKVCache)->str:
-    return f"MixedKVCache({self.n_tokens} tokens)"
+    held = {i: b for i, b in self.buffers.items() if b.n_tokens}
+    if not held: return "<MixedKVCache: empty>"
+    rings = [b for b in held.values() if isinstance(b, RingBuffer)]
+    k, layers = next(iter(held.values())).k, []
+    if rings: layers.append(f"{len(rings)} windowed (W={', '.join(map(str, sorted({b.window for b in rings})))})")
+    if len(rings) < len(held): layers.append(f"{len(held) - len(rings)} global")
+    size = lambda n: f"{n/2**20:,.1f} MiB"
+    more = [f"{size(n)} shared" for n in [self.shared_nbytes] if n] + [f"{n} can be taken back" for n in [self.rewindable] if n]
+    return (f"<MixedKVCache: {self.n_tokens:,} tokens, batch {k.shape[0]}, layers: {' + '.join(layers)}, {k.dtype} on {k.device}, "
+            f"{', '.join([f'{size(self.used_nbytes)} held of {size(self.nbytes)} reached', *more])}>")
