@@ -17,6 +17,7 @@ _HOMES = {  # module -> the names that it hands on
     "rope": ("YaRNRoPE",),
     "attention": ("causal_attention", "manual_causal_attention", "repeat_kv"),
     "model": ("GPTOSS", "save_checkpoint", "load_checkpoint"),
+    "files": ("save_cache", "load_cache"),
     "generation": ("generate", "stream"),
     "passkey": ("CharTokenizer", "PasskeyEvaluator", "make_filler_text", "load_pretrained"),
 }
