@@ -12,12 +12,15 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH
 
-.PHONY: help setup hooks lab demo test test-slow docs refresh outputs clean
+HF_OLDEST := 5.0.0
+
+.PHONY: help setup hooks lab demo test test-slow test-hf docs refresh outputs clean
 
 help:
 	@echo 'make demo       find a key in 32,768 tokens with the model in the package'
 	@echo 'make test       every check: notebooks, tests, site, wheel'
 	@echo 'make test-slow  the cells and tests that are marked slow'
+	@echo 'make test-hf    the part for transformers, with the installed version and with the oldest that is supported'
 	@echo 'make docs       build the site into _docs (no Quarto needed)'
 	@echo 'make lab        open the notebooks in JupyterLab'
 	@echo 'make refresh    run the notebooks and save their outputs in place (NB="nbs/04_ring.ipynb ..." for some)'
@@ -54,6 +57,14 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	@$(BIN)/python .ci/checks.py --slow
+
+build/transformers-$(HF_OLDEST)/.installed: | $(STAMP)
+	@$(PIP) install -q --no-deps --upgrade --target $(@D) transformers==$(HF_OLDEST) 'huggingface_hub>=1.3,<2' 'tokenizers>=0.22,<0.23'
+	@touch $@
+
+test-hf: $(STAMP) build/transformers-$(HF_OLDEST)/.installed
+	@$(BIN)/python -m pytest -q tests/test_hf.py
+	@PYTHONPATH=$(CURDIR)/build/transformers-$(HF_OLDEST) $(BIN)/python -m pytest -q tests/test_hf.py
 
 docs: $(STAMP)
 	@$(BIN)/python .ci/site.py

@@ -9,6 +9,7 @@ __all__ = ['CACHE_KEYWORD', 'DRAFT', 'check_transformers', 'FullLayer', 'WindowL
 
 # %% ../nbs/13_hf.ipynb #c002
 import warnings
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 import torch
@@ -38,6 +39,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 CACHE_KEYWORD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 # %% ../nbs/13_hf.ipynb #c020
+@contextmanager
+def _numbers():
+    "Without a graph, and with storage that outlives `torch.inference_mode`"
+    with torch.inference_mode(False), torch.no_grad(): yield
+
 class FullLayer(CacheLayerMixin):
     "A layer of transformers' cache that keeps every token in a `GrowingBuffer`"
     is_sliding, is_croppable = False, True
@@ -71,7 +77,7 @@ class FullLayer(CacheLayerMixin):
         old = self.get_seq_length()
         if old and k.requires_grad and torch.is_grad_enabled():
             warnings.warn("gradients end at the tokens that the cache holds already; use torch.no_grad() to generate, and no cache to train")
-        seen = self._store(k.detach(), v.detach())
+        with _numbers(): seen = self._store(k.detach(), v.detach())
         return seen if old else (k, v)
 
     def _store(self, k:Tensor, v:Tensor)->tuple[Tensor,Tensor]: return self.buffer.update(k, v)
@@ -89,16 +95,17 @@ class FullLayer(CacheLayerMixin):
     def get_max_length(self)->int: # -1: no limit
         return -1
 
-    def get_max_cache_shape(self)->int: return self.get_max_length() # its name up to 5.15 or so
+    def get_max_cache_shape(self)->int: return self.get_max_length() # its older name
 
     def crop(self,
-        tokens:int, # -n takes the newest n back; n keeps n tokens, as up to 5.13
+        tokens:int, # -n takes the newest n back; n keeps n tokens, as older versions ask for it
     )->None:
         "Take tokens back"
         self.buffer.rewind(_taken(tokens, self.get_seq_length()))
 
     _held = property(lambda self: slice(self.buffer.n_tokens)) # slots that are occupied
 
+    @_numbers()
     def reorder_cache(self,
         beam_idx:Tensor, # `(B,)`, for each row the one that it goes on from
     )->None:
@@ -107,10 +114,12 @@ class FullLayer(CacheLayerMixin):
         for x in (self.buffer.k, self.buffer.v):
             x[:, :, self._held] = x[:, :, self._held].index_select(0, beam_idx.to(x.device))
 
+    @_numbers()
     def batch_select_indices(self, indices:Tensor)->None:
         "Keep some rows"
         self.buffer = self.buffer._map(lambda x: x[indices.to(x.device)])
 
+    @_numbers()
     def batch_repeat_interleave(self, repeats:int)->None:
         "Each row `repeats` times"
         self.buffer = self.buffer._map(lambda x: x.repeat_interleave(repeats, 0))
@@ -156,6 +165,7 @@ class WindowLayer(FullLayer):
         return self._recording
 
     @record_past.setter
+    @_numbers()
     def record_past(self, on:bool)->None:
         self._recording, (k, v), seen = bool(on), self.buffer.get(), self.buffer.n_tokens
         self.reset()
