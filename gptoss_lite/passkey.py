@@ -21,8 +21,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from .cache import MixedKVCache
 from .config import ModelConfig
-from .generation import evaluating, generate, prefill
+from .generation import generate
 from .model import GPTOSS, load_checkpoint, read_checkpoint, tensor_digest
+from .reading import evaluating, prefill
 from .ring import check_int
 
 # %% ../nbs/11_passkey.ipynb #c006
@@ -443,7 +444,7 @@ def evaluate(self:PasskeyEvaluator,
             for t in self.run_trials(list(group), max_new_tokens, batch):
                 done[t.length, t.trial] = t
                 if log: log.append(t)
-                bar.set_postfix(length=t.length, hits=f"{sum(t.correct for t in done.values())}/{len(done)}")
+                bar.set_postfix(length=t.length, hits=f"{sum(t.correct for t in done.values())}/{len(done)}", refresh=False)
                 bar.update(round(work(t.length)))
     self.trials = [done[p["length"], p["trial"]] for p in plans]
     accuracy = {r["length"]: r["accuracy"] for r in summarize(self.trials)}
