@@ -14,7 +14,7 @@ from gptoss_lite.memory import kv_cache_bytes
 from gptoss_lite.model import GPTOSS
 from gptoss_lite.roofline import decode_cost
 
-OTHERS = [n for n in B.COMPETITORS if n != "ours"]
+OTHERS = [n for n in B.RIVALS if n != "ours"]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def model():
 
 def far(model, name, T, steps=1):
     "How far the logits of a competitor lie from ours, step by step on a filled cache"
-    rivals = [B.COMPETITORS[n](model, T + steps) for n in ("ours", name)]
+    rivals = [B.RIVALS[n](model, T + steps) for n in ("ours", name)]
     B.fill_alike(rivals, T)
     for ids in B.random_ids(model, steps)[0].view(steps, 1, 1):
         out = []
@@ -46,7 +46,7 @@ def test_decode_after_a_filled_cache(model, name, T):
 @pytest.mark.parametrize("name, T", [*((n, t) for n in OTHERS if n != "specification" for t in (7, 50)), ("specification", 7)])
 @torch.no_grad()
 def test_prefill(model, name, T):
-    ids, r = B.random_ids(model, T), B.COMPETITORS[name](model, T)
+    ids, r = B.random_ids(model, T), B.RIVALS[name](model, T)
     with r.comparable(): got = r.feed(ids)
     assert B.disagreement(got, B.Ours(model, T).feed(ids)) < 1e-6
     assert B.disagreement(got, model(ids)[0][:, -1]) < 1e-6
@@ -120,9 +120,9 @@ def test_prefill_flops_count_the_visible_pairs(T):
 def test_held_bytes_are_what_the_caches_hold(model):
     T, cfg = 40, model.cfg
     for n in ("ours", "concat", "specification"):
-        r = B.COMPETITORS[n](model, T)
+        r = B.RIVALS[n](model, T)
         B.fill_alike([r], T)
-        assert B.COMPETITORS[n].held(cfg, T, torch.float64) == r.cache.nbytes
+        assert B.RIVALS[n].held(cfg, T, torch.float64) == r.cache.nbytes
     assert B.Concat.held(cfg, T, torch.float64) == kv_cache_bytes(cfg, T, dtype=torch.float64, full=True)
 
 
