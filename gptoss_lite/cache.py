@@ -54,7 +54,7 @@ def _new_buffer(self:MixedKVCache, k_rot:Tensor, v:Tensor, is_windowed:bool, win
 
 @patch
 def _buffer(self:MixedKVCache, layer_idx:int, k_rot:Tensor, v:Tensor, is_windowed:bool, window:int|None)->RingBuffer|GrowingBuffer:
-    "The layer's buffer, a new one at its first token; raise before anything changes where `k_rot`, `v` cannot be stored"
+    "The layer's buffer, a new one at its first token, noted in the step under way; raise before anything changes where `k_rot`, `v` cannot be stored"
     check_int("layer_idx", layer_idx, 0, "count layers from 0")
     buf = self.buffers.get(layer_idx)
     if buf is None: buf = self._new_buffer(k_rot, v, is_windowed, window)

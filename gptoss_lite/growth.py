@@ -54,7 +54,7 @@ def _may_write(self:GrowingBuffer)->bool:
     "Whether no other buffer over the same slots relies on what lies behind this one's length"
     return len(self._holders) == 1 or all(b is self or b._reach <= self.length for b in self._holders)
 
-
+# %% ../nbs/05_growth.ipynb #c026
 @patch
 def _move(self:GrowingBuffer, like:Tensor, capacity:int)->None:
     "Go over to `capacity` slots for keys and values like `like`"
@@ -65,7 +65,7 @@ def _move(self:GrowingBuffer, like:Tensor, capacity:int)->None:
     self._holders.discard(self)
     self._holders = WeakSet([self])
 
-# %% ../nbs/05_growth.ipynb #c026
+# %% ../nbs/05_growth.ipynb #c028
 @patch
 def check_room(self:GrowingBuffer,
     n_tokens:int, # tokens in all
@@ -92,7 +92,7 @@ def append(self:GrowingBuffer,
     self.v[:, :, self.length:needed] = v
     self.length = needed
 
-# %% ../nbs/05_growth.ipynb #c028
+# %% ../nbs/05_growth.ipynb #c030
 @patch
 def get(self:GrowingBuffer)->tuple[Tensor,Tensor]|tuple[None,None]: # views, `(B, Hkv, length, D)`, oldest first
     "The tokens held: a view, never a copy"
@@ -118,7 +118,7 @@ def used_nbytes(self:GrowingBuffer)->int: # bytes
     "Bytes of the tokens held"
     return 2*self.k[:, :, :self.length].nbytes if self.length else 0
 
-# %% ../nbs/05_growth.ipynb #c033
+# %% ../nbs/05_growth.ipynb #c035
 @patch
 def reserve(self:GrowingBuffer,
     n_tokens:int, # tokens in all, not extra ones
@@ -130,7 +130,7 @@ def reserve(self:GrowingBuffer,
     elif n_tokens > self.capacity: self._move(self.k, n_tokens)
     elif n_tokens > self.length and not self._may_write: self._move(self.k, self.capacity)
 
-# %% ../nbs/05_growth.ipynb #c035
+# %% ../nbs/05_growth.ipynb #c056
 @patch(as_prop=True)
 def rewindable(self:GrowingBuffer)->int: # tokens
     "How many of the newest tokens can be taken back: all"
@@ -147,10 +147,10 @@ def rewind(self:GrowingBuffer,
 
 @patch
 def clear(self:GrowingBuffer)->None:
-    "Hold nothing, in the same slots"
+    "Take back everything, in the same slots"
     self.length = 0
 
-# %% ../nbs/05_growth.ipynb #c036
+# %% ../nbs/05_growth.ipynb #c059
 class Mark:
     "A length that a buffer can come back to, until something is written below it"
     def __init__(self, length:int): self.length = length
@@ -159,21 +159,22 @@ class Mark:
 def snapshot(self:GrowingBuffer)->Mark:
     "Note the length, to come back to by `restore`; nothing is copied"
     mark = Mark(self.length)
-    self._marks.add(mark) # weakly: a mark that is dropped is forgotten
+    self._marks.add(mark)
     return mark
 
 @patch
 def restore(self:GrowingBuffer,
     mark:Mark, # from `snapshot`
 )->None:
-    "Be again what the buffer was, any number of times"
-    if mark not in self._marks: raise ValueError("mark: something was written below its length, or it is another buffer's; nothing was changed, take a new one")
+    "Be again what the buffer was, any number of times, or raise and change nothing"
+    if mark not in self._marks:
+        raise ValueError("mark: something has been written below its length, or it is another buffer's; nothing was changed, take a new one")
     self.length = mark.length
 
-# %% ../nbs/05_growth.ipynb #c037
+# %% ../nbs/05_growth.ipynb #c063
 @patch
 def fork(self:GrowingBuffer)->GrowingBuffer:
-    "Another buffer over the same slots; whoever has not the last word in them copies before it writes"
+    "Another buffer over the same slots; who is not at their high-water mark copies before it writes"
     new = GrowingBuffer(self.max_tokens)
     new.k, new.v, new.length, new._reserved = self.k, self.v, self.length, self._reserved
     new._holders = self._holders
@@ -185,6 +186,7 @@ def shared_nbytes(self:GrowingBuffer)->int: # bytes
     "Bytes of the slots, if other buffers reach them too"
     return self.nbytes if len(self._holders) > 1 else 0
 
+# %% ../nbs/05_growth.ipynb #c070
 @patch
 def _map(self:GrowingBuffer, f)->GrowingBuffer:
     "A buffer of its own that holds `f` of the tokens held"
@@ -198,7 +200,7 @@ def __deepcopy__(self:GrowingBuffer, memo)->GrowingBuffer: return self._map(Tens
 
 @patch
 def _log(self:GrowingBuffer, T:int)->int:
-    "What an append of `T` tokens will change: the length"
+    "What an append of `T` tokens will change"
     return self.length
 
 @patch

@@ -59,10 +59,10 @@ def check_kv(
 
 # %% ../nbs/04_ring.ipynb #c020
 class RingBuffer:
-    "The last `window` tokens of one layer, in `window` slots that are allocated once; `rewind` further slots keep tokens to go back to"
+    "The last `window` tokens of one layer, in slots that are allocated once"
     def __init__(self,
         window:int, # W, tokens that a query sees
-        rewind:int=0, # further slots, whose tokens no query sees
+        rewind:int=0, # R - W, further slots, for as many tokens that can be taken back
     ):
         check_int("window", window, 1, "pass the number of tokens that a query sees, itself included")
         check_int("rewind", rewind, 0, "pass the number of tokens that may be taken back")
@@ -80,15 +80,16 @@ def append(self:RingBuffer,
     k:Tensor, # New keys, already rotated, `(B, Hkv, T, D)`
     v:Tensor, # New values, shaped like `k`
 )->None:
-    "Store the last `window` tokens of `k`, `v` over the oldest"
+    "Store `k`, `v` over the oldest tokens"
     check_kv(k, v, self.k)
     self._write(k, v)
 
 @patch
 def _spans(self:RingBuffer, T:int)->list[slice]: # one, or two
-    "The slots that `T` new tokens go to, or the newest of them if there are more than slots"
-    at, n, R = (0, self.slots, self.slots) if T >= self.slots else (self.head, T, self.slots)
-    return [slice(at, at+n)] if at + n <= R else [slice(at, R), slice(0, at+n-R)]
+    "The slots that `T` new tokens are written to, or the newest of them if there are more than slots"
+    R = self.slots
+    if T >= R: return [slice(0, R)]
+    return [slice(self.head, self.head+T)] if self.head + T <= R else [slice(self.head, R), slice(0, self.head+T-R)]
 
 @patch
 def _write(self:RingBuffer, k:Tensor, v:Tensor)->None:
@@ -143,7 +144,7 @@ def used_nbytes(self:RingBuffer)->int: # bytes
     "Bytes of the tokens held"
     return self.nbytes * self.count // self.slots
 
-# %% ../nbs/04_ring.ipynb #c048
+# %% ../nbs/04_ring.ipynb #c064
 @patch(as_prop=True)
 def rewindable(self:RingBuffer)->int: # tokens
     "How many of the newest tokens can be taken back: all, until one is overwritten, and then those in excess of the window"
@@ -162,13 +163,13 @@ def rewind(self:RingBuffer,
 
 @patch
 def clear(self:RingBuffer)->None:
-    "Hold nothing, in the same slots"
+    "Take back everything, in the same slots"
     self.head = self.kept = self.n_tokens = 0
 
-# %% ../nbs/04_ring.ipynb #c049
+# %% ../nbs/04_ring.ipynb #c076
 class RingMark(NamedTuple):
     "A copy of a ring"
-    k: Tensor|None # `(B, Hkv, slots, D)`
+    k: Tensor|None # `(B, Hkv, R, D)`
     v: Tensor|None
     head: int
     kept: int
@@ -194,19 +195,7 @@ def restore(self:RingBuffer,
         self.v.copy_(mark.v)
     self.head, self.kept, self.n_tokens = mark.head, mark.kept, mark.n_tokens
 
-@patch
-def _log(self:RingBuffer, T:int)->tuple:
-    "What an append of `T` tokens will change: at most `min(T, slots)` tokens, none where free slots are enough"
-    spans = self._spans(T) if self.kept + T > self.slots else []
-    return [(s, self.k[:, :, s].clone(), self.v[:, :, s].clone()) for s in spans], self.head, self.kept, self.n_tokens
-
-@patch
-def _undo(self:RingBuffer, log:tuple)->None:
-    "Take an append back"
-    spans, *places = log
-    for s, k, v in spans: self.k[:, :, s], self.v[:, :, s] = k, v
-    self.head, self.kept, self.n_tokens = places
-
+# %% ../nbs/04_ring.ipynb #c077
 @patch
 def _map(self:RingBuffer, f)->RingBuffer:
     "A ring of its own that holds `f` of the slots"
@@ -222,3 +211,17 @@ def fork(self:RingBuffer)->RingBuffer:
 
 @patch
 def __deepcopy__(self:RingBuffer, memo)->RingBuffer: return self.fork()
+
+# %% ../nbs/04_ring.ipynb #c080
+@patch
+def _log(self:RingBuffer, T:int)->tuple:
+    "What an append of `T` tokens will change"
+    spans = self._spans(T) if self.kept + T > self.slots else []
+    return [(s, self.k[:, :, s].clone(), self.v[:, :, s].clone()) for s in spans], self.head, self.kept, self.n_tokens
+
+@patch
+def _undo(self:RingBuffer, log:tuple)->None:
+    "Take an append back"
+    spans, *places = log
+    for s, k, v in spans: self.k[:, :, s], self.v[:, :, s] = k, v
+    self.head, self.kept, self.n_tokens = places

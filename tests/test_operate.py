@@ -2,10 +2,13 @@
 import copy
 import gc
 import importlib
+import json
+import subprocess
 import sys
 import tempfile
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -712,3 +715,15 @@ def test_a_dropped_cache_is_freed():
         assert [r() for r in shared] == [None, None]  # the mark does not keep them
         with pytest.raises(ValueError, match="mark"): other.restore(mark)
     finally: gc.enable()
+
+# ---- at length -------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_memory_stays_flat(tmp_path):
+    "20,000 steps with every way to go back among them, in a process of its own"
+    out, script = tmp_path/"soak.json", Path(__file__).parent/"soak.py"
+    subprocess.run([sys.executable, str(script), str(out)], check=True)
+    soak = json.loads(out.read_text())
+    rows = dict(soak["rows"])
+    assert soak["steps"] == 20_000 and min(soak["counts"].values()) >= 20 and soak["worst"] < 1e-4
+    assert rows[20_000] - rows[2_000] < 4*2**20, f"{(rows[20_000] - rows[2_000])/2**20:.1f} MiB more in the end"
