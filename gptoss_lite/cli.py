@@ -6,7 +6,7 @@
 __all__ = ['app', 'JsonFile', 'Device', 'Checkpoint', 'Config', 'ClickException', 'LIMITS', 'bench_app', 'Contexts', 'Rivals',
            'Repeats', 'Budget', 'Memory', 'Dtype', 'Threads', 'Quick', 'Where', 'Instead', 'Results', 'main',
            'check_writable', 'write_json', 'check_device', 'smoke', 'kv', 'passkey', 'save_heatmap', 'printable',
-           'generate', 'train', 'arms', 'bench_decode', 'bench_prefill', 'bench_cache']
+           'generate', 'train', 'arms', 'bench_decode', 'bench_prefill', 'bench_cache', 'bench_hf']
 
 # %% ../nbs/15_cli.ipynb #c002
 import json, os, re, sys
@@ -133,9 +133,15 @@ def smoke(
 def kv(
     lengths:Annotated[Optional[list[int]], Argument(help="Context lengths in tokens.")]=None,
     threshold:Annotated[float, Option(help="Reduction to reach at the longest length.")]=1.8,
+    config:Annotated[Optional[Path], Option(help="A model of transformers instead, by its config.json or the folder of that; without a verdict.")]=None,
     json_file:JsonFile=None,
 ):
     "What the cache weighs, all full and mixed. By arithmetic, for the default model; exit code 1 below the threshold."
+    if config is not None:
+        from gptoss_lite.hf import explain
+        weights = [explain(config, T) for T in lengths or [131072]]
+        typer.echo("\n\n".join(map(str, weights)))
+        return write_json(json_file, rows=[w.to_dict() for w in weights])
     cfg, rows = gptoss_502m(), []
     for T in lengths or [4096 << i for i in range(6)]:
         rows.append(dict(tokens=T, full=kv_cache_bytes(cfg, T, full=True), mixed=kv_cache_bytes(cfg, T), reduction=kv_reduction(cfg, T)))
@@ -403,3 +409,18 @@ def bench_cache(
     bar = tqdm(total=len(names)*(len(prompts) + len(filled)), unit="row", disable=None)
     rows = B.memory_rows(cfg, phases, names, getattr(torch, dtype), threads, budget, memory*2**30, bar.set_postfix_str)
     _bench_run(rows, bar, machine, json_file, head | dict(budget=budget))
+
+@bench_app.command("hf")
+def bench_hf(
+    contexts:Contexts=None, prompts:Annotated[Optional[str], Option(help="Lengths of prompts, with commas.")]=None, repeats:Repeats=None,
+    budget:Budget=600., memory:Memory=14., dtype:Dtype="float32", threads:Threads=None, quick:Quick=False, config:Instead=None,
+    commit:Annotated[str, Option(help="Commit of the code, kept in the file.")]="", json_file:Results=None,
+):
+    "Time transformers as it is, with our cache, with our attention, and with both, on the CPU."
+    lengths, texts = _numbers("contexts", contexts) or ([1024] if quick else [32768, 131072]), _numbers("prompts", prompts) or ([256] if quick else [8192])
+    repeats = repeats or (2 if quick else 5)
+    cfg, machine, json_file, head = _bench_setup("hf", dtype, "cpu", threads, quick, config, commit, json_file)
+    bar = tqdm(total=5*len(lengths) + 9*len(texts), unit="row", disable=None)
+    with torch.no_grad():
+        rows = B.inside_rows(B.random_model(cfg, getattr(torch, dtype)), lengths, texts, repeats, budget, memory*2**30, threads, bar.set_postfix_str)
+        _bench_run(rows, bar, machine, json_file, head | dict(repeats=repeats, budget=budget))

@@ -228,6 +228,15 @@ def test_decode_command(tiny):
     assert len(r.output.splitlines()) == len(res["rows"]) + 2
 
 
+def test_hf_command(tiny):
+    r, res = tiny("hf", "--contexts", "60", "--prompts", "20", "--repeats", "1")
+    assert r.exit_code == 0, r.output
+    names = ["transformers", *B.INSIDE]
+    assert [x["competitor"] for x in B.measured(res, "decode")] == [x["competitor"] for x in B.measured(res, "prefill")] == ["ours", *names]
+    assert [x["competitor"] for x in B.measured(res, "memory")] == names
+    assert all(x["agrees"] for x in res["rows"] if x["what"] != "memory")
+
+
 def test_prefill_command(tiny):
     r, res = tiny("prefill", "--contexts", "20,30", "--repeats", "1", "--competitors", "ours,transformers")
     assert r.exit_code == 0, r.output

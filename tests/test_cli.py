@@ -43,6 +43,14 @@ def test_in_a_process_of_its_own():
 
 # ---- kv and smoke ----
 
+def test_kv_of_a_model_of_transformers(tmp_path):
+    (tmp_path/"config.json").write_text(json.dumps(dict(model_type="gpt_oss", num_hidden_layers=24)))
+    for path in (tmp_path, tmp_path/"config.json"):
+        r = run("kv", 1024, 131072, "--config", path, "--json", tmp_path/"kv.json")
+        assert r.exit_code == 0 and "1.998 times less" in r.output
+        assert [x["all_full"] for x in json.loads((tmp_path/"kv.json").read_text())["rows"]] == [24*2048*1024, 24*2048*131072]
+    for path in ("missing", Path(__file__)): assert isinstance(run("kv", "--config", path).exception, OSError)
+
 def test_kv_prints_the_table_and_judges(tmp_path):
     r = run("kv", "--json", tmp_path/"new"/"kv.json")
     assert r.exit_code == 0 and "PASSED" in r.output
