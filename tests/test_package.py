@@ -9,7 +9,8 @@ import gptoss_lite
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = sorted(f for f in (ROOT/"nbs").glob("*.ipynb") if f.name[0] not in "_.")
-CHAPTERS = [f for f in NBS if f.name != "index.ipynb"]
+CHAPTERS = [f for f in NBS if f.name[0].isdigit()]
+PAGES = [f for f in NBS if f not in CHAPTERS]  # the front page, the calculator, how-tos: no number and no module
 
 def code_cells(fn):
     "Index and source of the code cells of a notebook"
@@ -168,6 +169,17 @@ def test_a_chapter_makes_the_module_that_it_is_named_after(fn):
     py = ROOT/"gptoss_lite"/f"{module(fn)}.py"
     assert f"File to edit: ../nbs/{fn.name}" in py.read_text(encoding="utf-8")
 
+@pytest.mark.parametrize("fn", PAGES, ids=lambda f: f.stem)
+def test_a_page_makes_no_module(fn):
+    for i, src in code_cells(fn): assert not re.search(r"^#\|\s*(default_exp|export)", src, re.M), f"{fn.name} cell {i}"
+
+@pytest.mark.parametrize("fn", NBS, ids=lambda f: f.stem)
+def test_a_notebook_begins_with_title_and_description(fn):
+    first = json.loads(fn.read_text(encoding="utf-8"))["cells"][0]
+    assert first["cell_type"] == "markdown", f"{fn.name}: the site takes a page's title and description from its first cell"
+    found = re.match(r"# (?P<title>\S[^\n]*)\n\n> (?P<description>\S[^\n]*)", "".join(first["source"]))
+    assert found and 40 <= len(found["description"]) <= 400, f"{fn.name}: one line `# title`, one line `> description`"
+
 def test_every_module_has_its_notebook():
     mods = {f.stem for f in (ROOT/"gptoss_lite").glob("*.py")} - {"__init__", "_modidx"}
     assert mods == set(RANK), "a module without a notebook, or a notebook without a module"
@@ -192,13 +204,16 @@ def test_the_site_lists_every_notebook():
     import yaml
     site = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
     listed = [n for e in site for n in (e["contents"] if isinstance(e, dict) else [e])]
-    assert listed[0] == "index.ipynb"
-    assert listed[1:] == [f.name for f in sorted(CHAPTERS, key=order)], "the sidebar is not the chapters in their order"
+    assert listed[0] == "index.ipynb" and len(set(listed)) == len(listed)
+    chapters = [n for n in listed if n[0].isdigit()]
+    assert chapters == [f.name for f in sorted(CHAPTERS, key=order)], "the sidebar is not the chapters in their order"
+    assert set(listed) == {f.name for f in NBS}, "a page that the sidebar lacks, or a line without its page"
 
 def test_the_front_page_lists_every_chapter():
     text = (ROOT/"nbs/index.ipynb").read_text(encoding="utf-8")
     found = list(dict.fromkeys(re.findall(r"\]\(([\w]+\.ipynb)\)", text)))
-    assert found == [f.name for f in sorted(CHAPTERS, key=order)]
+    assert [n for n in found if n[0].isdigit()] == [f.name for f in sorted(CHAPTERS, key=order)]
+    assert set(found) == {f.name for f in NBS} - {"index.ipynb"}
 
 
 # ---- the gates of the checks -----------------------------------------------------------------------------------
