@@ -148,3 +148,13 @@ def test_impossible_values_have_a_reason():
     assert why("T", "1") == why("kvBytes", "0.5") == why("windowed", "12") == ""
     assert "whole" in why("T", "1.5") and "between" in why("batch", "0") and "number" in why("T", "NaN")
     assert "layers" in why("windowed", "13")
+
+@needs_node
+def test_windowed_layers_are_counted_as_transformers_counts_them():
+    from transformers import Gemma3TextConfig, GptOssConfig
+    models = node("return c.MODELS")
+    for prefix, config in (("gpt-oss", GptOssConfig), ("gemma-3", Gemma3TextConfig)):
+        for k in (k for k in models if k.startswith(prefix)):
+            kinds = config(num_hidden_layers=models[k]["layers"]).layer_types
+            assert models[k]["windowed"] == kinds.count("sliding_attention"), k
+    for k, m in models.items(): assert m["windowed"] in (0, m["layers"]) or k == "ours" or k.startswith(("gpt-oss", "gemma-3")), k
