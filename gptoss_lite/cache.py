@@ -172,7 +172,7 @@ def reserve(self:MixedKVCache,
         if isinstance(buf, GrowingBuffer): buf.reserve(n_tokens)
     self._reserved = max(self._reserved, n_tokens)
 
-# %% ../nbs/06a_operate.ipynb #c003
+# %% ../nbs/06a_operate.ipynb #c005
 from contextlib import contextmanager
 from weakref import WeakSet
 import torch
@@ -181,10 +181,10 @@ from fastcore.basics import patch
 from .growth import GrowingBuffer, Mark
 from .ring import RingBuffer, RingMark, check_int
 
-# %% ../nbs/06a_operate.ipynb #c006
+# %% ../nbs/06a_operate.ipynb #c014
 class CacheMark:
     "A state of a cache to come back to: copies of its rings, the lengths of the other layers, and the pending ids"
-    def __init__(self, cache:MixedKVCache):
+    def __init__(self, cache):
         self.layers = {i: b.snapshot() for i, b in cache.buffers.items()}
         self.pending = None if cache.pending is None else cache.pending.clone()
         self.n_tokens, self._reserved = cache.n_tokens, cache._reserved
@@ -195,7 +195,7 @@ class CacheMark:
         own = [m.nbytes for m in self.layers.values() if isinstance(m, RingMark)]
         return sum(own) + (0 if self.pending is None else self.pending.nbytes)
 
-# %% ../nbs/06a_operate.ipynb #c007
+# %% ../nbs/06a_operate.ipynb #c016
 @patch
 def snapshot(self:MixedKVCache)->CacheMark:
     "Note the state, to come back to by `restore`: the rings are copied, the global layers are not"
@@ -211,7 +211,7 @@ def restore(self:MixedKVCache,
     self._not_in_a_step("restore")
     if not isinstance(mark, CacheMark): raise TypeError(f"mark is a {type(mark).__name__}: must come from snapshot()")
     if mark not in self._marks:
-        raise ValueError("mark is of another cache, or of before reset(), load or to(): must be of this cache; take a new one")
+        raise ValueError("mark is of another cache, or of before reset(), load_cache() or to(): must be of this one as it is; take a new mark")
     for i, m in mark.layers.items():
         if i not in self.buffers or isinstance(m, Mark) and m not in self.buffers[i]._marks:
             raise ValueError(f"mark of {mark.n_tokens} tokens: layer {i} has since been written below that length, after a rewind or "
@@ -222,7 +222,12 @@ def restore(self:MixedKVCache,
     self.pending = None if mark.pending is None else mark.pending.clone()
     self._reserved = mark._reserved
 
-# %% ../nbs/06a_operate.ipynb #c009
+# %% ../nbs/06a_operate.ipynb #c017
+@patch
+def _not_in_a_step(self:MixedKVCache, what:str)->None:
+    if self._step is not None: raise RuntimeError(f"{what} within a step: must come before or after it; the step could not be undone")
+
+# %% ../nbs/06a_operate.ipynb #c025
 @patch(as_prop=True)
 def rewindable(self:MixedKVCache)->int: # tokens, at most `rewind=` of the constructor
     "How many of the newest tokens can be taken back now"
@@ -243,7 +248,7 @@ def rewind(self:MixedKVCache,
         if b.n_tokens: b.rewind(n)
     self.pending = None
 
-# %% ../nbs/06a_operate.ipynb #c011
+# %% ../nbs/06a_operate.ipynb #c030
 @patch
 @contextmanager
 def step(self:MixedKVCache):
@@ -259,14 +264,10 @@ def step(self:MixedKVCache):
         raise
     finally: self._step = outer
 
-@patch
-def _not_in_a_step(self:MixedKVCache, what:str)->None:
-    if self._step is not None: raise RuntimeError(f"{what} within a step: must come before or after it; the step could not be undone")
-
-# %% ../nbs/06a_operate.ipynb #c013
+# %% ../nbs/06a_operate.ipynb #c041
 @patch
 def _derive(self:MixedKVCache, buf, ids)->MixedKVCache:
-    "A cache of `buf(b)` for every buffer `b` and of `ids` of the pending ids"
+    "A cache of `buf(b)` for every buffer `b`, and of `ids` of the pending ids"
     new = MixedKVCache(max_tokens=self.max_tokens, rewind=self.max_rewind)
     new.buffers, new._reserved = {i: buf(b) for i, b in self.buffers.items()}, self._reserved
     if self.pending is not None: new.pending = ids(self.pending)
@@ -274,11 +275,11 @@ def _derive(self:MixedKVCache, buf, ids)->MixedKVCache:
 
 @patch
 def fork(self:MixedKVCache)->MixedKVCache:
-    "Another cache that continues from here: its rings are copies, its global layers lie in the same storage until one of both must write over the other"
+    "Another cache that continues from here: its rings are copies, its global layers share slots until one must write where another reads"
     return self._derive(lambda b: b.fork(), torch.clone)
 
 @patch
-def __deepcopy__(self:MixedKVCache, memo)->MixedKVCache: # copies of what is visible
+def __deepcopy__(self:MixedKVCache, memo)->MixedKVCache: # what is visible and no more
     return self._derive(lambda b: b._map(torch.clone), torch.clone)
 
 @patch(as_prop=True)
@@ -286,7 +287,7 @@ def shared_nbytes(self:MixedKVCache)->int: # bytes
     "How much of `nbytes` other caches reach, too"
     return sum(b.shared_nbytes for b in self.buffers.values() if isinstance(b, GrowingBuffer))
 
-# %% ../nbs/06a_operate.ipynb #c015
+# %% ../nbs/06a_operate.ipynb #c046
 @patch(as_prop=True)
 def batch_size(self:MixedKVCache)->int|None: # None while nothing is held
     "Rows"
@@ -318,18 +319,18 @@ def repeat(self:MixedKVCache,
     again = lambda x: x.repeat_interleave(n, 0)
     return self._derive(lambda b: b._map(again), again)
 
-# %% ../nbs/06a_operate.ipynb #c017
+# %% ../nbs/06a_operate.ipynb #c050
 @patch
 def to(self:MixedKVCache,
     device, # where to
 )->MixedKVCache: # itself
-    "Move all that is held to `device`; marks of before are void"
+    "Move all that is held to `device`, if it is not there; marks of before are void then"
     self._not_in_a_step("to")
     device = torch.empty(0, device=device).device # "cuda" is "cuda:0"
     held = [b.k for b in self.buffers.values()] + [self.pending]
     if all(x is None or x.device == device for x in held): return self
     move = lambda x: x.to(device)
-    new = self._derive(lambda b: b._map(move), move) # all or nothing
+    new = self._derive(lambda b: b._map(move), move)
     self.buffers, self.pending, self._marks = new.buffers, new.pending, WeakSet()
     return self
 

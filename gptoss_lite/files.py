@@ -16,48 +16,36 @@ from .growth import GrowingBuffer
 from .model import GPTOSS, _read, _same, _text_digest, tensor_digest
 from .ring import RingBuffer
 
-# %% ../nbs/09d_files.ipynb #c003
+# %% ../nbs/09d_files.ipynb #c009
 def fingerprint(
     model:nn.Module,
 )->str: # sha256, hex
     "Digest of the weights: a cache belongs to the model that made it"
     return tensor_digest(model.state_dict())
 
-# %% ../nbs/09d_files.ipynb #c004
-_FORMAT = "gptoss_lite cache 1"
-
-def _want(model, B, n_tokens, rewind):
-    "For each layer its window, or None, and the sizes that its tokens must have; those of a ring lie between two numbers"
-    for block in model.blocks:
-        a = block.attn
-        W = a.window_size if a.is_windowed else None
-        most = n_tokens if W is None else min(n_tokens, W + rewind)
-        yield W, (B, a.n_kv_heads, a.head_dim), (n_tokens if W is None else min(n_tokens, W), most)
-
-def _layers(path, model, tensors, n_tokens, rewind):
-    "The tensors by layer, `(window, k, v)`; raise where they are not what `model` keeps of `n_tokens` tokens"
-    L = len(model.blocks) if n_tokens else 0
-    names, wrong = {f"{i}.{x}" for i in range(L) for x in "kv"}, []
-    for what, diff in (("missing", names - tensors.keys()), ("unexpected", tensors.keys() - names)):
-        if diff: wrong.append(f"{what} {', '.join(sorted(diff))}")
-    if not wrong and L:
-        first = tensors["0.k"]
-        for i, (W, sizes, (least, most)) in enumerate(_want(model, first.shape[0], n_tokens, rewind)):
-            for x in (tensors[f"{i}.k"], tensors[f"{i}.v"]):
-                ok = x.dim() == 4 and (x.shape[0], x.shape[1], x.shape[3]) == sizes and least <= x.shape[2] <= most and x.shape[0]
-                if not ok: wrong.append(f"layer {i} has {tuple(x.shape)} instead of {(*sizes[:2], most, sizes[2])}")
-                elif x.dtype != first.dtype or not x.dtype.is_floating_point: wrong.append(f"layer {i} has {x.dtype}, layer 0 {first.dtype}")
-            if not wrong and tensors[f"{i}.k"].shape != tensors[f"{i}.v"].shape: wrong.append(f"layer {i} has keys and values of unequal length")
-    if wrong: raise ValueError(f"path={str(path)!r}: what it holds is not a cache of this model: {'; '.join(wrong)}; use the model that made it")
-    return [(W, tensors[f"{i}.k"], tensors[f"{i}.v"]) for i, (W, *_) in enumerate(_want(model, 1, 1, 0))] if L else []
-
-# %% ../nbs/09d_files.ipynb #c005
+# %% ../nbs/09d_files.ipynb #c013
 def _held(buf):
-    "Keys and values that a buffer holds, those included that `rewind` brings back"
+    "Keys and values that a buffer holds, oldest first, those included that `rewind` brings back"
     if isinstance(buf, GrowingBuffer): return buf.get()
     return tuple(torch.cat(buf._newest(x, buf.kept), 2) for x in (buf.k, buf.v))
 
-# %% ../nbs/09d_files.ipynb #c006
+# %% ../nbs/09d_files.ipynb #c015
+def _check_layers(path, model, tensors, n, rewind):
+    "Raise where the tensors are not what `model` keeps of `n` tokens"
+    layers = list(enumerate(b.attn for b in model.blocks)) if n else []
+    names, first = {f"{i}.{x}" for i, _ in layers for x in "kv"}, tensors.get("0.k")
+    odd = ("missing", names - tensors.keys()), ("unexpected", tensors.keys() - names)
+    wrong = [f"{what} {', '.join(sorted(x))}" for what, x in odd if x]
+    for i, a in layers if not wrong else []:
+        k, v = tensors[f"{i}.k"], tensors[f"{i}.v"]
+        least, most = (min(n, a.window_size), min(n, a.window_size + rewind)) if a.is_windowed else (n, n)
+        right = k.dim() == 4 and k.shape == v.shape and k.shape[:1] == first.shape[:1] and k.numel() > 0 and \
+                (k.shape[1], k.shape[3]) == (a.n_kv_heads, a.head_dim) and least <= k.shape[2] <= most
+        if not right: wrong.append(f"layer {i} has keys {tuple(k.shape)} and values {tuple(v.shape)}, not (B, {a.n_kv_heads}, {most}, {a.head_dim})")
+        elif not k.dtype == v.dtype == first.dtype or not k.is_floating_point(): wrong.append(f"layer {i} has types {k.dtype} and {v.dtype}, not {first.dtype}")
+    if wrong: raise ValueError(f"path={str(path)!r}: what it holds is not a cache of this model: {wrong[0]}; use the model that made it")
+
+# %% ../nbs/09d_files.ipynb #c017
 def _texts(cache, ids):
     "The ids of the tokens held; raise where `ids` cannot be what was fed"
     if not isinstance(ids, Tensor) or ids.dim() != 2: raise TypeError(f"ids={ids!r}: must be a tensor (B, n_tokens); pass what was fed")
@@ -68,7 +56,9 @@ def _texts(cache, ids):
                          "what is pending behind them; pass what was fed")
     return ids[:, :n]
 
-# %% ../nbs/09d_files.ipynb #c007
+# %% ../nbs/09d_files.ipynb #c019
+_FORMAT = "gptoss_lite cache 1"
+
 def save_cache(
     cache:MixedKVCache,
     path:str|Path, # a `.safetensors` file
@@ -77,17 +67,17 @@ def save_cache(
     *,
     weights:str|None=None, # `fingerprint(model)`, where it is known already
 )->None:
-    "Write the tokens held, the ids, and what is needed to trust them to one safetensors file; an interrupted save leaves the old file"
+    "Write the tokens held, their ids, and what is needed to trust them to one safetensors file; an interrupted save leaves the old file"
     path, held, n = Path(path), {i: b for i, b in cache.buffers.items() if b.n_tokens}, cache.n_tokens
     if not path.parent.is_dir(): raise FileNotFoundError(f"path={str(path)!r}: its folder does not exist; make the folder first")
     if len({b.n_tokens for b in held.values()}) > 1 or cache.pending is not None and not cache.pending.numel():
         raise ValueError("cache holds part of a step that was broken off: must hold whole steps; reset() it")
     tensors = {f"{i}.{x}": t.detach().cpu().contiguous() for i, b in held.items() for x, t in zip("kv", _held(b))}
-    _layers(path, model, tensors, n, cache.max_rewind)
-    pending = [] if cache.pending is None else cache.pending.tolist()
-    ids = None if ids is None else _texts(cache, ids).tolist()
-    meta = dict(format=_FORMAT, config=json.dumps(model.cfg.to_dict()), weights=weights or fingerprint(model), n_tokens=str(n),
-                rewind=str(cache.max_rewind), token_ids=json.dumps(ids), pending=json.dumps(pending), digest=tensor_digest(tensors))
+    _check_layers(path, model, tensors, n, cache.max_rewind)
+    meta = dict(format=_FORMAT, config=json.dumps(model.cfg.to_dict()), weights=weights or fingerprint(model),
+                n_tokens=str(n), rewind=str(cache.max_rewind), digest=tensor_digest(tensors),
+                token_ids=json.dumps(None if ids is None else _texts(cache, ids).tolist()),
+                pending=json.dumps(None if cache.pending is None else cache.pending.tolist()))
     meta["text_digest"] = _text_digest(meta)
     tmp = path.with_name(path.name + ".part")
     try:
@@ -95,7 +85,7 @@ def save_cache(
         os.replace(tmp, path)
     finally: tmp.unlink(missing_ok=True)
 
-# %% ../nbs/09d_files.ipynb #c008
+# %% ../nbs/09d_files.ipynb #c023
 def load_cache(
     path:str|Path, # a `.safetensors` file
     model:GPTOSS, # that is to continue
@@ -110,30 +100,38 @@ def load_cache(
     _same(path, "metadata do", _text_digest(meta), meta.get("text_digest"))
     try:
         theirs, n, rewind = dict(json.loads(meta["config"])), int(meta["n_tokens"]), int(meta["rewind"])
-        ids, pending, digest, made_by = json.loads(meta["token_ids"]), json.loads(meta["pending"]), meta["digest"], meta["weights"]
-        ids, pending = (torch.tensor(x, dtype=torch.int64) if x else None for x in (ids, pending))
+        ids, pending, made_by, digest = json.loads(meta["token_ids"]), json.loads(meta["pending"]), meta["weights"], meta["digest"]
+        ids, pending = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in (ids, pending))
     except (KeyError, ValueError, TypeError, RuntimeError) as e: raise bad(f"its metadata cannot be read ({e!r}); save it again") from e
     ours = json.loads(json.dumps(model.cfg.to_dict()))
-    differ = [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
-    if differ: raise bad(f"its model differs in {', '.join(f'{k} ({theirs.get(k)} there, {ours.get(k)} here)' for k in differ)}; use the model that made it")
+    differ = [f"{k} ({theirs.get(k)} there, {ours.get(k)} here)" for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
+    if differ: raise bad(f"its model differs in {', '.join(differ)}; use the model that made it")
     if made_by != (weights or fingerprint(model)): raise bad("other weights of the same configuration made it; use the model that made it")
-    layers = _layers(path, model, tensors, n, rewind)
+    _check_layers(path, model, tensors, n, rewind)
     _same(path, "tensors do", tensor_digest(tensors), digest)
-    B = layers[0][1].shape[0] if layers else None if pending is None else len(pending)
+    B = tensors["0.k"].shape[0] if n else None
     for name, x, length in (("token_ids", ids, n), ("pending", pending, None)):
-        if x is not None and (x.dim() != 2 or B not in (None, len(x)) or length not in (None, x.shape[1])):
+        if x is not None and (x.dim() != 2 or B not in (None, x.shape[0]) or length not in (None, x.shape[1])):
             raise bad(f"its {name} have shape {tuple(x.shape)}, but it holds {n} tokens of {B} rows; save it again")
     if cache is None: cache = MixedKVCache(rewind=rewind)
     if n > cache.max_tokens: raise bad(f"it holds {n} tokens, the cache at most max_tokens={cache.max_tokens}; pass a cache with a larger one")
+    return _fill(cache, model, tensors, n, pending), ids
+
+# %% ../nbs/09d_files.ipynb #c024
+def _fill(cache, model, tensors, n, pending):
+    "Make `cache` hold what was read and checked: all new buffers first, then the change"
     cache._not_in_a_step("load_cache")
     device, buffers = next(model.parameters()).device, {}
-    for i, (W, k, v) in enumerate(layers):
-        buf = buffers[i] = GrowingBuffer(cache.max_tokens) if W is None else RingBuffer(W, cache.max_rewind)
-        k, v = k.to(device), v.to(device)
-        if W is None: buf.k, buf.v, buf.length = k, v, n
-        else:
+    for i, block in enumerate(model.blocks if n else []):
+        k, v = tensors[f"{i}.k"].to(device), tensors[f"{i}.v"].to(device)
+        if block.attn.is_windowed:
+            buf = RingBuffer(block.attn.window_size, cache.max_rewind)
             buf.append(k, v)
             buf.n_tokens = n
+        else:
+            buf = GrowingBuffer(cache.max_tokens)
+            buf.k, buf.v, buf.length = k, v, n
+        buffers[i] = buf
     cache.reset()
     cache.buffers, cache.pending = buffers, None if pending is None else pending.to(device)
-    return cache, ids
+    return cache

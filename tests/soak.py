@@ -63,7 +63,7 @@ def soak(steps:int, every:int=100)->dict:
     assert n == 300 + t + 1
     last = model.logits(feed(cache, ids[:, n:n+1])[:, -1:])
     x = feed(MixedKVCache(), ids[:, :n+1]) # the last turn, read at once
-    return dict(steps=steps, rows=rows, counts=counts, used_nbytes=cache.used_nbytes, nbytes=cache.nbytes,
+    return dict(steps=steps, rows=rows, counts=counts, used_nbytes=cache.used_nbytes, nbytes=cache.nbytes, mark_nbytes=start.nbytes,
                 worst=(model.logits(x[:, -1:]) - last).abs().max().item(), machine=platform.machine(), date=str(date.today()))
 
 if __name__ == "__main__":
