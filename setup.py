@@ -23,7 +23,7 @@ setup(
     url=cfg["git_url"],
     keywords=cfg["keywords"].split(),
     packages=find_packages(include=[lib, lib + ".*"]),
-    package_data={lib: ["checkpoints/*"]},  # without this line the wheel lacks them
+    package_data={lib: ["checkpoints/*", "py.typed"]},  # without this line the wheel lacks them
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require={"dev": cfg["dev_requirements"].split()},

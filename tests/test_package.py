@@ -78,6 +78,9 @@ def test_versions_agree():
     assert metadata.version("gptoss_lite") == version
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT/"CHANGELOG.md").read_text(encoding="utf-8"), re.M)
 
+def test_type_checkers_may_trust_the_hints():
+    assert (ROOT/"gptoss_lite/py.typed").exists() and '"py.typed"' in (ROOT/"setup.py").read_text(encoding="utf-8")
+
 def test_the_command_is_registered():
     found = [e for e in metadata.entry_points(group="console_scripts") if e.name == "gptoss-lite"]
     assert [e.value for e in found] == ["gptoss_lite.cli:main"]
@@ -299,10 +302,28 @@ def test_the_addresses_agree():
     url = cfg["git_url"]
     assert [e["href"] for e in site["website"]["navbar"]["right"]] == [url], "set user in settings.ini, href in _quarto.yml"
 
+def test_the_citation_agrees():
+    import yaml
+    cfg, cff = settings(), yaml.safe_load((ROOT/"CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(cff), "what the format demands"
+    assert str(cff["version"]) == cfg["version"] and cff["abstract"] == cfg["description"] and cff["license"] == "Apache-2.0"
+    assert cff["repository-code"] == cfg["git_url"] and cff["url"] == cfg["doc_host"] + cfg["doc_baseurl"]
+    assert [a.get("name") for a in cff["authors"]] == [cfg["author"]], "set author in settings.ini and in CITATION.cff"
+
+def test_the_issue_forms_can_be_read():
+    import yaml
+    for f in (ROOT/".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(f.read_text(encoding="utf-8"))
+        if f.name == "config.yml": continue
+        assert {"name", "description", "body"} <= set(form), f.name
+        for field in form["body"]:
+            assert field["type"] in ("markdown", "input", "textarea", "dropdown", "checkboxes"), f.name
+            assert field["type"] == "markdown" or {"id", "attributes"} <= set(field) and field["attributes"]["label"], f.name
+
 def test_placeholders_stand_only_where_contributing_says():
     url = "github.com/" + "USER/"
     named = [n for n, text in committed() if url in text or re.search(r"^(user = USER|author = AUTHOR)$", text, re.M)]
-    assert set(named) <= {"settings.ini", "_quarto.yml", "gptoss_lite/_modidx.py"}, named
+    assert set(named) <= {"settings.ini", "_quarto.yml", "CITATION.cff", "gptoss_lite/_modidx.py"}, named
 
 def readme_blocks():
     return re.findall(r"^```python\n(.*?)^```", (ROOT/"README.md").read_text(encoding="utf-8"), re.M | re.S)
