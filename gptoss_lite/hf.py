@@ -270,7 +270,8 @@ def attend_runs(
     window:int|None=None, # W
 )->Tensor: # `(B, H, T, D)`, zeros where a query is padding
     "Each row's attention over its own tokens"
-    T, n, out = q.shape[2], k.shape[2] - q.shape[2], []
+    k, v = (x[:, :, -real.shape[1]:] for x in (k, v)) # DynamicCache gives more than it said where W = 1
+    T, n, out = q.shape[2], real.shape[1] - q.shape[2], []
     for b, (a, length) in enumerate(zip(real.int().argmax(1).tolist(), real.sum(1).tolist())):
         row, e = slice(b, b+1), a + length
         first, last = max(a - n, 0), max(e - n, 0) # this row's real queries

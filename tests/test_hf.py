@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.testing import assert_close
 from transformers import (DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig, GptOssForCausalLM, LlamaConfig,
-                          MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+                          Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
                           StaticCache)
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -51,6 +51,8 @@ MODELS = {
     "qwen 2 with windows": lambda: other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen 2 without": lambda: other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=False, sliding_window=5),
     "qwen 3 with windows": lambda: other(Qwen3ForCausalLM, Qwen3Config, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "llama 4, in chunks": lambda: other(Llama4ForCausalLM, Llama4TextConfig, attention_chunk_size=6, layer_types=["chunked_attention", "full_attention"],
+                                        no_rope_layers=[1, 0], moe_layers=[], num_local_experts=2, intermediate_size_mlp=24),
     "qwen 3 without": lambda: other(Qwen3ForCausalLM, Qwen3Config, use_sliding_window=False, sliding_window=5),
 }
 WINDOW = {"gpt-oss, window 128, 8/4 heads of 96": 128, "gpt-oss, window 1, 8/4 heads of 64": 1}  # the others at most 8
@@ -353,6 +355,16 @@ def test_holes_between_tokens(cache):
                                     *(feed(model, x[:, t:t+1], c, attention_mask=mask[:, :t+1]) for t in range(10, 14))], 1))
     assert_close(got[1][mask == 1], got[0][mask == 1], atol=1e-4, rtol=0)
 
+def test_padding_before_a_window_of_one_over_their_cache():
+    "DynamicCache hands out more keys than it tells the mask"
+    model, x = use(gpt_oss(1), "gptoss_lite"), ids(9, B=2)
+    mask = torch.ones_like(x)
+    mask[0, :4] = 0
+    cache = DynamicCache(config=model.config)
+    got = torch.cat([feed(model, x[:, a:b], cache, attention_mask=mask[:, :b]) for a, b in ((0, 6), (6, 7), (7, 9))], 1)
+    want = use(model, "eager")(x, attention_mask=mask).logits
+    assert_close(got[mask == 1], want[mask == 1], atol=1e-4, rtol=0)
+
 def test_other_caches_of_transformers():
     model, x = gpt_oss(4), ids(14)
     want = model(x).logits
@@ -432,6 +444,12 @@ def test_gradients_equal_the_eager_ones(name, padded):
     for n in want: assert_close(got[n], want[n], atol=1e-4, rtol=0, msg=lambda m: f"{n}: {m}")
     for n in want:
         if n.endswith("sinks"): assert want[n].abs().max() > 1e-5, "a sink without gradient proves nothing"
+
+def test_training_under_autocast():
+    x = ids(21, B=2)
+    want = gradients(gpt_oss(4), "eager", input_ids=x, labels=x)
+    with torch.autocast("cpu", torch.bfloat16): got = gradients(gpt_oss(4), "gptoss_lite", input_ids=x, labels=x)
+    for n in want: assert got[n].dtype == torch.float32 and (got[n] - want[n]).norm() < 0.1*want[n].norm() + 1e-3, n
 
 @pytest.mark.parametrize("H, Hkv", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("window", [None, 1, 3])
