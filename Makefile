@@ -13,14 +13,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONPATH
 
 HF_OLDEST := 5.0.0
+KATEX := build/katex-0.16.11
 
-.PHONY: help setup hooks lab demo test test-slow test-hf docs refresh outputs clean
+.PHONY: help setup hooks lab demo test test-slow test-hf browser-test browser-site docs refresh outputs clean
 
 help:
 	@echo 'make demo       find a key in 32,768 tokens with the model in the package'
 	@echo 'make test       every check: notebooks, tests, site, wheel'
 	@echo 'make test-slow  the cells and tests that are marked slow'
 	@echo 'make test-hf    the part for transformers, with the installed version and with the oldest that is supported'
+	@echo 'make browser-test  every notebook run in JupyterLab, every page of the site, in headless Chromium (NB="04_ring ..." for'
+	@echo '                   some notebooks alone); pictures in build/screenshots'
+	@echo 'make browser-site  the part of it for the site'
 	@echo 'make docs       build the site into _docs (no Quarto needed)'
 	@echo 'make lab        open the notebooks in JupyterLab'
 	@echo 'make refresh    run the notebooks and save their outputs in place (NB="nbs/04_ring.ipynb ..." for some)'
@@ -66,8 +70,27 @@ test-hf: $(STAMP) build/transformers-$(HF_OLDEST)/.installed
 	@$(BIN)/python -m pytest -q tests/test_hf.py
 	@PYTHONPATH=$(CURDIR)/build/transformers-$(HF_OLDEST) $(BIN)/python -m pytest -q tests/test_hf.py
 
+$(KATEX)/package: | $(STAMP)
+	@command -v npm >/dev/null || { echo 'npm is needed, for a copy of KaTeX: without a network no formula would show'; exit 1; }
+	@mkdir -p $(@D)
+	@cd $(@D) && tar -xzf "$$(npm pack --silent $(@D:build/katex-%=katex@%))"
+
+$(VENV)/.browser: $(STAMP)
+	@if ! command -v chromedriver >/dev/null && [ -z "$${CHROMEWEBDRIVER:-}" ] && [ "$$(uname)" = Linux ]; then \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo 'Chromium and its chromedriver are needed; on Debian and Ubuntu: sudo apt-get install chromium chromium-driver'; exit 1; }; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; \
+	fi
+	@$(PIP) install -q -c constraints.txt selenium
+	@touch $@
+
+browser-test: $(VENV)/.browser $(KATEX)/package
+	@$(BIN)/python -m pytest -q tests/browser$(if $(NB),/test_lab.py --nb '$(NB)') --katex $(KATEX)/package
+
+browser-site: $(VENV)/.browser $(KATEX)/package
+	@$(BIN)/python -m pytest -q tests/browser/test_site.py --katex $(KATEX)/package
+
 docs: $(STAMP)
-	@$(BIN)/python .ci/site.py
+	@$(BIN)/python .ci/site.py $(wildcard $(KATEX)/package)
 
 NB ?=
 refresh: $(STAMP)

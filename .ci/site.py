@@ -2,7 +2,7 @@
 
     site.py [KATEX]
 
-KATEX is the `dist` folder of the npm package katex: with it the pages show formulas without a network.
+KATEX is the npm package katex, unpacked: with it the site carries its own copy, and formulas need no network.
 It ends with an error on a broken link, and on an option or Markdown that smalldocs does not read.
 """
 import json, os, re, shutil, subprocess, sys, tempfile
@@ -20,7 +20,21 @@ def rename(proc):
     if len(set(names.values())) < len(names): sys.exit(f"two notebooks make the same page: {names}")
     return names
 
+def own_copies(site, katex):
+    "No page asks another host for a thing, as far as we can help it; and search forgives less, as Quarto's does"
+    def edit(f, pattern, new):
+        old = f.read_text(encoding="utf-8")
+        f.write_text(re.sub(pattern, new, old), encoding="utf-8")
+    for f in (site/"site_libs"/"themes").glob("*.css"): edit(f, r"@import url\(https:[^)]*\);?", "")  # fonts
+    edit(site/"site_libs"/"smalldocs.js", r"threshold: 0\.3\b", "threshold: 0.1")  # "ring buffer" was a growing buffer, too
+    if katex:
+        for f in site.rglob("*.html"):
+            edit(f, r"https://[\w.]+/npm/katex@[\d.]+/dist", "../"*(len(f.relative_to(site).parts) - 1) + "site_libs/katex")
+        shutil.copytree(katex/"dist", site/"site_libs"/"katex")
+        shutil.copy(katex/"LICENSE", site/"site_libs"/"katex")
+
 def main(katex=None):
+    katex = katex and Path(katex).resolve()  # before the working folder changes
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))  # the notebooks import the package, installed or not
     os.environ["IN_TEST"] = "1"
@@ -59,11 +73,7 @@ def main(katex=None):
             if subprocess.run([sys.executable, "-m", "smalldocs.cli", *cmd, str(tmp)]).returncode:
                 sys.exit(f"the site: smalldocs {cmd[0]} failed, see above")
         site = tmp/cfg.doc_path.name
-        if katex:
-            for f in site.rglob("*.html"):
-                page = f.read_text(encoding="utf-8")
-                f.write_text(re.sub(r"https://[\w.]+/npm/katex@[\d.]+/dist", "site_libs/katex", page), encoding="utf-8")
-            shutil.copytree(katex, site/"site_libs"/"katex")
+        own_copies(site, katex)
         shutil.rmtree(cfg.doc_path, ignore_errors=True)
         shutil.copytree(site, cfg.doc_path)
     shutil.rmtree(proc, ignore_errors=True)

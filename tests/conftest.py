@@ -12,6 +12,8 @@ settings.register_profile("checks", deadline=None, derandomize=True, print_blob=
 settings.register_profile("thorough", settings.get_profile("checks"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "checks"))
 
+collect_ignore = ["browser"]  # needs Chromium: `make browser-test` asks for that folder by name
+
 torch.set_num_threads(1)  # the tensors here are tiny: more threads only wait for each other
 
 def pytest_addoption(parser):
