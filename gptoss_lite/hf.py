@@ -62,7 +62,12 @@ class FullLayer(CacheLayerMixin):
         "Hold nothing, as if new"
         self.buffer = self._empty()
 
-    def lazy_initialization(self, key_states:Tensor, value_states:Tensor)->None: "Nothing to do: the first token brings the storage"
+    def lazy_initialization(self,
+        key_states:Tensor, # not looked at
+        value_states:Tensor, # not looked at
+    )->None:
+        "Nothing to do: the first token brings the storage"
+
     is_initialized = property(lambda self: self.buffer.k is not None)
     keys = property(lambda self: self.buffer.get()[0])
     values = property(lambda self: self.buffer.get()[1])
@@ -77,12 +82,13 @@ class FullLayer(CacheLayerMixin):
         old = self.get_seq_length()
         if old and k.requires_grad and torch.is_grad_enabled():
             warnings.warn("gradients end at the tokens that the cache holds already; use torch.no_grad() to generate, and no cache to train")
-        with _numbers(): seen = self._store(k.detach(), v.detach())
+        with _numbers(): seen = self._store(k, v)
         return seen if old else (k, v)
 
     def _store(self, k:Tensor, v:Tensor)->tuple[Tensor,Tensor]: return self.buffer.update(k, v)
 
-    def get_seq_length(self)->int: # tokens seen
+    def get_seq_length(self)->int: # tokens
+        "Tokens seen"
         return self.buffer.n_tokens
 
     def get_mask_sizes(self,
@@ -92,10 +98,13 @@ class FullLayer(CacheLayerMixin):
         T = query_length if isinstance(query_length, int) else len(query_length)
         return self.get_seq_length() + T, 0
 
-    def get_max_length(self)->int: # -1: no limit
+    def get_max_length(self)->int: # tokens
+        "The most that a layer holds; -1 is no limit"
         return -1
 
-    def get_max_cache_shape(self)->int: return self.get_max_length() # its older name
+    def get_max_cache_shape(self)->int: # tokens
+        "The older name of `get_max_length`"
+        return self.get_max_length()
 
     def crop(self,
         tokens:int, # -n takes the newest n back; n keeps n tokens, as older versions ask for it
@@ -115,13 +124,17 @@ class FullLayer(CacheLayerMixin):
             x[:, :, self._held] = x[:, :, self._held].index_select(0, beam_idx.to(x.device))
 
     @_numbers()
-    def batch_select_indices(self, indices:Tensor)->None:
+    def batch_select_indices(self,
+        indices:Tensor, # which rows, in which order
+    )->None:
         "Keep some rows"
         self.buffer = self.buffer._map(lambda x: x[indices.to(x.device)])
 
     @_numbers()
-    def batch_repeat_interleave(self, repeats:int)->None:
-        "Each row `repeats` times"
+    def batch_repeat_interleave(self,
+        repeats:int, # how often each row comes
+    )->None:
+        "Repeat each row, one beside the other"
         self.buffer = self.buffer._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def __repr__(self): return f"{type(self).__name__}({self.get_seq_length()} tokens)"
@@ -151,17 +164,22 @@ class WindowLayer(FullLayer):
         self.buffer.append(k, v)
         return self.buffer.get() # in order, which a mask needs
 
-    def get_mask_sizes(self, query_length:int|Tensor)->tuple[int,int]: # keys, and the position of the first
+    def get_mask_sizes(self,
+        query_length:int|Tensor, # T, or T positions
+    )->tuple[int,int]: # keys, and the position of the first
         "Equation (1)"
         T = query_length if isinstance(query_length, int) else len(query_length)
         n = self.get_seq_length()
         kept = min(n, self.sliding_window - 1)
         return kept + T, n - kept
 
-    def get_max_length(self)->int: return self.sliding_window # what transformers' own layer says
+    def get_max_length(self)->int: # tokens
+        "The window, as transformers' own layer says"
+        return self.sliding_window
 
     @property
-    def record_past(self)->bool: # whether more than a window's tokens are kept
+    def record_past(self)->bool: # transformers sets it to False when it is done
+        "Whether tokens are kept to be taken back"
         return self._recording
 
     @record_past.setter
@@ -293,7 +311,7 @@ def attention_mask(
     attention_mask:Tensor|None=None, # `(B, tokens so far)`, 0 where there is padding
     local_size:int|None=None, # W, or the size of a chunk
     allow_is_causal_skip:bool=True, # False where the pattern is not plainly causal
-    config=None,
+    config=None, # of the model
     **kwargs, # of the versions, handed on
 )->Tensor|None: # None, `(B, S)` bool, or `(B, 1, T, S)` bool
     "What `attention_forward` needs to know besides causality and window"
@@ -314,7 +332,7 @@ def attention_forward(
     key:Tensor, # `(B, Hkv, S, D)`, rotated, oldest first
     value:Tensor, # `(B, Hkv, S, D)`
     attention_mask:Tensor|None, # what `attention_mask` gave, or a mask `(B, 1, T, S)` of the caller
-    dropout:float=0.,
+    dropout:float=0., # on the weights; anything but 0 is refused
     scaling:float|None=None, # of the scores; by default `D**-0.5`
     sliding_window:int|None=None, # W
     s_aux:Tensor|None=None, # Sinks, `(H,)`
@@ -376,7 +394,9 @@ class CacheWeight:
     mixed = property(lambda self: sum(g.mixed for g in self.groups)) # bytes
     reduction = property(lambda self: self.all_full/self.mixed if self.mixed else 1.) # times
 
-    def to_dict(self)->dict: return asdict(self) | dict(all_full=self.all_full, mixed=self.mixed, reduction=self.reduction)
+    def to_dict(self)->dict: # for JSON
+        "All of its numbers"
+        return asdict(self) | dict(all_full=self.all_full, mixed=self.mixed, reduction=self.reduction)
 
     def __str__(self):
         size = lambda n: f"{n/2**30:,.3f} GiB" if n >= 2**30 else f"{n/2**20:,.3f} MiB"
