@@ -44,8 +44,9 @@ def _verify(model, cache, draft, memo, left, ends):
         new = new[:stop+1]
         cache.rewind(cache.n_tokens - n - len(new)) # the last of the new tokens waits
         cache.pending = new[None, -1:].clone()
-    except BaseException: # broken off between the step and its end
-        if cache.n_tokens > n: cache.rewind(cache.n_tokens - n); cache.pending = waiting
+    except BaseException: # broken off behind the step: each layer goes back to where it was
+        for b in cache.buffers.values(): b.rewind(max(0, b.n_tokens - n))
+        cache.pending = waiting
         raise
     return new
 
@@ -64,9 +65,9 @@ def stream_with_lookup(
 )->Iterator[Tensor]: # ids `(n,)`, those that a pass has given
     "Yield the tokens of greedy decoding, one or more at a time"
     (ends, pad), V = _ends(eos_token_id, None), model.cfg.vocab_size
-    if cache is None: cache = MixedKVCache(rewind=n_draft + 1)
     check_int("ngram", ngram, 1, "it counts tokens")
     check_int("n_draft", n_draft, 1, "it counts tokens")
+    if cache is None: cache = MixedKVCache(rewind=n_draft + 1)
     _check_arguments(max_new_tokens, prefill_chunk, True, cache, V, ends, pad)
     check_ids(input_ids, V, True)
     if len(input_ids) != 1: raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, rows would accept different numbers of tokens; call it for each row")
