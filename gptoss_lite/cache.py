@@ -38,7 +38,8 @@ class MixedKVCache:
     def __bool__(self)->bool: return True # an empty cache is still a cache
 
     @property
-    def n_tokens(self)->int: # tokens that every written layer has seen
+    def n_tokens(self)->int:
+        "Tokens that every written layer has seen"
         return min((b.n_tokens for b in self.buffers.values() if b.n_tokens), default=0)
 
 # %% ../nbs/06_cache.ipynb #c012
@@ -48,7 +49,7 @@ def _new_buffer(self:MixedKVCache, k_rot:Tensor, v:Tensor, is_windowed:bool, win
     buf = RingBuffer(window, self.max_rewind) if is_windowed else GrowingBuffer(self.max_tokens)
     if not is_windowed: buf.reserve(self._reserved)
     check_kv(k_rot, v)
-    other = next(iter(self.buffers.values()), None) # any layer will do: all were compared like this
+    other = next((b for b in self.buffers.values() if b.n_tokens), None) # any layer will do: all were compared like this
     if other is not None: check_like(k_rot, other.k, ("batch size", "dtype", "device"))
     return buf
 
@@ -57,7 +58,7 @@ def _buffer(self:MixedKVCache, layer_idx:int, k_rot:Tensor, v:Tensor, is_windowe
     "The layer's buffer, a new one at its first token, noted in the step under way; raise before anything changes where `k_rot`, `v` cannot be stored"
     check_int("layer_idx", layer_idx, 0, "count layers from 0")
     buf = self.buffers.get(layer_idx)
-    if buf is None: buf = self._new_buffer(k_rot, v, is_windowed, window)
+    if buf is None or not buf.n_tokens: buf = self._new_buffer(k_rot, v, is_windowed, window)
     elif isinstance(buf, RingBuffer) != bool(is_windowed):
         raise ValueError(f"is_windowed={is_windowed!r}: layer {layer_idx} was written with is_windowed={not is_windowed}; "
                          "a layer keeps its kind until reset()")
@@ -69,7 +70,7 @@ def _buffer(self:MixedKVCache, layer_idx:int, k_rot:Tensor, v:Tensor, is_windowe
     if seen > self.max_tokens:
         raise ValueError(f"{seen} tokens: must be at most max_tokens={self.max_tokens} (the cache holds {buf.n_tokens}, and nothing "
                          "was changed); shorten the sequence, reset(), or build the cache with a larger max_tokens")
-    if self._step is not None and layer_idx in self.buffers: self._step.append((buf, buf._log(k_rot.shape[2])))
+    if self._step is not None and buf is self.buffers.get(layer_idx): self._step.append((buf, buf._log(k_rot.shape[2])))
     return buf
 
 # %% ../nbs/06_cache.ipynb #c015
@@ -185,7 +186,7 @@ from .ring import RingBuffer, RingMark, check_int
 class CacheMark:
     "A state of a cache to come back to: copies of its rings, the lengths of the other layers, and the pending ids"
     def __init__(self, cache):
-        self.layers = {i: b.snapshot() for i, b in cache.buffers.items()}
+        self.layers = {i: b.snapshot() for i, b in cache.buffers.items() if b.n_tokens}
         self.pending = None if cache.pending is None else cache.pending.clone()
         self.n_tokens, self._reserved = cache.n_tokens, cache._reserved
 
@@ -213,7 +214,8 @@ def restore(self:MixedKVCache,
     if mark not in self._marks:
         raise ValueError("mark is of another cache, or of before reset(), load_cache() or to(): must be of this one as it is; take a new mark")
     for i, m in mark.layers.items():
-        if i not in self.buffers or isinstance(m, Mark) and m not in self.buffers[i]._marks:
+        b = self.buffers.get(i)
+        if b is None or (m not in b._marks if isinstance(m, Mark) else m.k.shape != b.k.shape):
             raise ValueError(f"mark of {mark.n_tokens} tokens: layer {i} has since been written below that length, after a rewind or "
                              "a restore, and what lay there is gone (nothing was changed); take marks anew after going back")
     for i, b in self.buffers.items():
@@ -269,7 +271,7 @@ def step(self:MixedKVCache):
 def _derive(self:MixedKVCache, buf, ids)->MixedKVCache:
     "A cache of `buf(b)` for every buffer `b`, and of `ids` of the pending ids"
     new = MixedKVCache(max_tokens=self.max_tokens, rewind=self.max_rewind)
-    new.buffers, new._reserved = {i: buf(b) for i, b in self.buffers.items()}, self._reserved
+    new.buffers, new._reserved = {i: buf(b) for i, b in self.buffers.items() if b.n_tokens}, self._reserved
     if self.pending is not None: new.pending = ids(self.pending)
     return new
 
@@ -291,7 +293,7 @@ def shared_nbytes(self:MixedKVCache)->int: # bytes
 @patch(as_prop=True)
 def batch_size(self:MixedKVCache)->int|None: # None while nothing is held
     "Rows"
-    held = [b.k for b in self.buffers.values()] + [self.pending]
+    held = [b.k for b in self.buffers.values() if b.n_tokens] + [self.pending]
     return None if held[0] is None else held[0].shape[0]
 
 @patch

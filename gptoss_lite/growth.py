@@ -36,11 +36,13 @@ class GrowingBuffer:
         self._holders, self._marks = WeakSet([self]), WeakSet() # buffers over these slots, lengths to come back to
 
     @property
-    def capacity(self)->int: # slots
+    def capacity(self)->int:
+        "Slots"
         return 0 if self.k is None else self.k.shape[2]
 
     @property
-    def n_tokens(self)->int: # tokens seen, all of them held
+    def n_tokens(self)->int:
+        "Tokens seen, all of them held"
         return self.length
 
 # %% ../nbs/05_growth.ipynb #c024
@@ -153,7 +155,9 @@ def clear(self:GrowingBuffer)->None:
 # %% ../nbs/05_growth.ipynb #c059
 class Mark:
     "A length that a buffer can come back to, until something is written below it"
-    def __init__(self, length:int): self.length = length
+    def __init__(self,
+        length:int, # tokens
+    ): self.length = length
 
 @patch
 def snapshot(self:GrowingBuffer)->Mark:

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 # %% ../nbs/04_ring.ipynb #c015
 def check_int(
     name:str, # the argument's name, for the message
-    n:int,
+    n:int, # its value
     least:int, # the smallest that is allowed
     way_out:str, # what to do instead
 )->None:
@@ -71,7 +71,8 @@ class RingBuffer:
         self.head = self.kept = self.n_tokens = 0 # next slot, tokens that lie in slots, tokens seen
 
     @property
-    def count(self)->int: # tokens held: those that the newest one sees
+    def count(self)->int:
+        "Tokens held: those that the newest one sees"
         return min(self.n_tokens, self.window)
 
 # %% ../nbs/04_ring.ipynb #c022
@@ -177,6 +178,7 @@ class RingMark(NamedTuple):
 
     @property
     def nbytes(self)->int: # bytes
+        "Bytes of the copy"
         return 0 if self.k is None else self.k.nbytes + self.v.nbytes
 
 @patch

@@ -129,7 +129,7 @@ class Operating(RuleBasedStateMachine):
                     at, wrote = at - 1, wrote or W is None
                     h.cache.append(i, *kv(half, h.rows), W is not None, W)
             raise KeyboardInterrupt
-        if wrote: # what a mark further on relied on has been overwritten
+        if wrote and h.tokens: # what a mark further on relied on has been overwritten
             h.dead += [m for m in h.marks if len(m[1]) > len(h.tokens)]
             h.marks = [m for m in h.marks if len(m[1]) <= len(h.tokens)]
 
@@ -141,7 +141,7 @@ class Operating(RuleBasedStateMachine):
             m = h.cache.snapshot()
             rings = [b for b in h.cache.buffers.values() if isinstance(b, RingBuffer)]
             assert m.n_tokens == len(h.tokens)
-            assert m.nbytes == sum(b.nbytes for b in rings) <= len(h.rows)*TOKEN*(4 + 1 + 2*h.cache.max_rewind)
+            assert m.nbytes == sum(b.nbytes for b in rings if h.tokens) <= len(h.rows)*TOKEN*(4 + 1 + 2*h.cache.max_rewind)
             h.marks.append((m, list(h.tokens), dict(h.lost)))
         elif how == "restore":
             m, tokens, lost = self.pick(data, h.marks)
@@ -175,7 +175,7 @@ class Operating(RuleBasedStateMachine):
             of = data.draw(st.lists(st.integers(0, len(h.rows) - 1), min_size=1, max_size=3), label="rows")
             new, rows = h.cache.select(of), [h.rows[r] for r in of]
         else: new, rows = copy.deepcopy(h.cache), h.rows
-        right = sum(len(h.tokens) if W is None else W + h.cache.max_rewind for i, W in LAYERS.items() if i in h.cache.buffers)
+        right = sum(len(h.tokens) if W is None else W + h.cache.max_rewind for W in LAYERS.values()) if h.tokens else 0
         assert new.nbytes == len(rows)*TOKEN*right # what is visible and no more
         self.add(new, h.tokens, rows, h.lost)
 
@@ -360,6 +360,37 @@ def test_a_mark_of_nothing():
     holds(fill(cache, [7]), [7])
     with pytest.raises(ValueError, match="mark of 20 tokens: layer 1.*nothing was changed"): cache.restore(full)
     holds(cache, [7])
+
+def test_a_cache_that_was_emptied_is_as_free_as_a_new_one():
+    "Another batch, another number type, and layers of other kinds; what was reserved is remembered"
+    for rewind in (0, 30):
+        cache = MixedKVCache(rewind=rewind)
+        cache.reserve(40)
+        empty = cache.snapshot()
+        fill(cache, range(20))
+        full = cache.snapshot()
+        cache.rewind(20) if rewind else cache.restore(empty)
+        assert cache.batch_size is None and cache.select([7]).nbytes == cache.fork().nbytes == copy.deepcopy(cache).nbytes == 0
+        with pytest.raises(ValueError): cache.update(0, *kv([1], [0]), True, 0)  # refused: nothing has changed
+        with pytest.raises(KeyboardInterrupt), cache.step():
+            fill(cache, [5], [0])
+            raise KeyboardInterrupt
+        cache.restore(full)
+        holds(cache, range(20))
+        cache.rewind(20) if rewind else cache.restore(empty)
+        for i in range(4): cache.append(i, *kv(list(range(9)), [0], torch.float32), i % 2 == 1, 5)
+        assert cache.n_tokens == 9 and cache.batch_size == 1 and cache.global_caps == [40, 0, 40, 0]
+        with pytest.raises(ValueError, match="mark"): cache.restore(full)
+
+def test_a_mark_of_an_emptied_cache():
+    cache = fill(MixedKVCache(rewind=9), range(5))
+    cache.rewind(5)
+    empty = cache.snapshot()
+    assert empty.nbytes == 0
+    for n in (3, 20):
+        fill(cache, range(n))
+        cache.restore(empty)
+        assert cache.n_tokens == len(cache) == 0
 
 def test_a_mark_is_lost_when_something_is_written_below_it():
     cache = fill(MixedKVCache(rewind=4), range(20))
