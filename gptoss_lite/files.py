@@ -16,20 +16,20 @@ from .growth import GrowingBuffer
 from .model import GPTOSS, _read, _same, _text_digest, tensor_digest
 from .ring import RingBuffer
 
-# %% ../nbs/09d_files.ipynb #c009
+# %% ../nbs/09d_files.ipynb #c010
 def fingerprint(
     model:nn.Module,
 )->str: # sha256, hex
     "Digest of the weights: a cache belongs to the model that made it"
     return tensor_digest(model.state_dict())
 
-# %% ../nbs/09d_files.ipynb #c013
+# %% ../nbs/09d_files.ipynb #c014
 def _held(buf):
     "Keys and values that a buffer holds, oldest first, those included that `rewind` brings back"
     if isinstance(buf, GrowingBuffer): return buf.get()
     return tuple(torch.cat(buf._newest(x, buf.kept), 2) for x in (buf.k, buf.v))
 
-# %% ../nbs/09d_files.ipynb #c015
+# %% ../nbs/09d_files.ipynb #c016
 def _check_layers(path, model, tensors, n, rewind):
     "Raise where the tensors are not what `model` keeps of `n` tokens"
     layers = list(enumerate(b.attn for b in model.blocks)) if n else []
@@ -45,7 +45,7 @@ def _check_layers(path, model, tensors, n, rewind):
         elif not k.dtype == v.dtype == first.dtype or not k.is_floating_point(): wrong.append(f"layer {i} has types {k.dtype} and {v.dtype}, not {first.dtype}")
     if wrong: raise ValueError(f"path={str(path)!r}: what it holds is not a cache of this model: {wrong[0]}; use the model that made it")
 
-# %% ../nbs/09d_files.ipynb #c017
+# %% ../nbs/09d_files.ipynb #c018
 def _texts(cache, ids):
     "The ids of the tokens held; raise where `ids` cannot be what was fed"
     if not isinstance(ids, Tensor) or ids.dim() != 2: raise TypeError(f"ids={ids!r}: must be a tensor (B, n_tokens); pass what was fed")
@@ -56,7 +56,7 @@ def _texts(cache, ids):
                          "what is pending behind them; pass what was fed")
     return ids[:, :n]
 
-# %% ../nbs/09d_files.ipynb #c019
+# %% ../nbs/09d_files.ipynb #c020
 _FORMAT = "gptoss_lite cache 1"
 
 def save_cache(
@@ -85,7 +85,7 @@ def save_cache(
         os.replace(tmp, path)
     finally: tmp.unlink(missing_ok=True)
 
-# %% ../nbs/09d_files.ipynb #c023
+# %% ../nbs/09d_files.ipynb #c024
 def load_cache(
     path:str|Path, # a `.safetensors` file
     model:GPTOSS, # that is to continue
@@ -117,7 +117,7 @@ def load_cache(
     if n > cache.max_tokens: raise bad(f"it holds {n} tokens, the cache at most max_tokens={cache.max_tokens}; pass a cache with a larger one")
     return _fill(cache, model, tensors, n, pending), ids
 
-# %% ../nbs/09d_files.ipynb #c024
+# %% ../nbs/09d_files.ipynb #c025
 def _fill(cache, model, tensors, n, pending):
     "Make `cache` hold what was read and checked: all new buffers first, then the change"
     cache._not_in_a_step("load_cache")
