@@ -14,11 +14,14 @@ _HOMES = {  # module -> the names that it hands on
     "ring": ("RingBuffer",),
     "growth": ("GrowingBuffer",),
     "cache": ("MixedKVCache",),
+    "ragged": ("RaggedKVCache",),
     "rope": ("YaRNRoPE",),
     "attention": ("causal_attention", "manual_causal_attention", "repeat_kv"),
     "model": ("GPTOSS", "save_checkpoint", "load_checkpoint"),
     "files": ("save_cache", "load_cache"),
-    "generation": ("generate", "stream"),
+    "reading": ("prefill", "score"),
+    "generation": ("generate", "stream", "stream_text"),
+    "lookup": ("generate_with_lookup",),
     "passkey": ("CharTokenizer", "PasskeyEvaluator", "make_filler_text", "load_pretrained"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

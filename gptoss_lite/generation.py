@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['stream', 'generate', 'stream_text']
 
-# %% ../nbs/10_generation.ipynb #c002
+# %% ../nbs/10_generation.ipynb #c003
 import warnings
 from contextlib import closing
 from typing import Callable, Iterator, Sequence
@@ -21,19 +21,22 @@ from .ring import check_int
 from .sampling import boltzmann, check_sampling, make_generators, nucleus, sample
 from .text import stop_strings, until_stop, whole_characters
 
-# %% ../nbs/10_generation.ipynb #c017
+# %% ../nbs/10_generation.ipynb #c018
 def _check_prompts(input_ids, vocab_size):
-    "Raise unless `input_ids` are a batch of rows, or a list of tensors of one dimension that are alike in number type and device"
+    "Raise unless `input_ids` are a batch of rows, or a list of texts that are alike in number type and device"
     if not isinstance(input_ids, (list, tuple)): return check_ids(input_ids, vocab_size, True)
     if not input_ids: raise ValueError("input_ids is an empty list: must hold at least 1 prompt; give the model something to continue")
+    first = input_ids[0]
     for p in input_ids:
         if not isinstance(p, Tensor):
-            raise TypeError(f"input_ids is a {type(input_ids).__name__} of {type(p).__name__}: must be a tensor of ids (B, T), or a list of tensors (T,)")
-        if p.dim() != 1: raise ValueError(f"input_ids holds a prompt of shape {tuple(p.shape)}: must be (T,); a list has one prompt in each entry")
-        if (p.dtype, p.device) != (input_ids[0].dtype, input_ids[0].device):
-            raise ValueError(f"input_ids holds {p.dtype} on {p.device} beside {input_ids[0].dtype} on {input_ids[0].device}: must be alike; convert them")
+            raise TypeError(f"input_ids is a {type(input_ids).__name__} of {type(p).__name__}: must be a tensor of ids (B, T), "
+                            "or a list of tensors (T,)")
+        if p.dim() != 1:
+            raise ValueError(f"input_ids holds a prompt of shape {tuple(p.shape)}: must be (T,); a list has one prompt in each entry")
+        if (p.dtype, p.device) != (first.dtype, first.device):
+            raise ValueError(f"input_ids holds {p.dtype} on {p.device} beside {first.dtype} on {first.device}: must be alike; convert them")
 
-# %% ../nbs/10_generation.ipynb #c019
+# %% ../nbs/10_generation.ipynb #c020
 def _check_cache(model, input_ids, cache):
     "Refuse a cache that this model and this batch cannot continue"
     way_out = "must be equal; use another cache or reset()"
@@ -41,7 +44,8 @@ def _check_cache(model, input_ids, cache):
     if held and set(held) != set(range(L)):
         raise ValueError(f"cache holds {len(held)} layers, this model has {L}: {way_out}")
     if len({b.n_tokens for b in held.values()}) > 1:
-        raise ValueError("cache holds part of a step that was broken off: must hold whole steps; reset() it, and put steps of your own into cache.step()")
+        raise ValueError("cache holds part of a step that was broken off: must hold whole steps; reset() it, "
+                         "and put steps of your own into cache.step()")
     pending = cache.pending
     if pending is not None:
         if pending.shape[0] != B: raise ValueError(f"input_ids has {B} rows, the cache {pending.shape[0]}: {way_out}")
@@ -61,7 +65,7 @@ def _check_cache(model, input_ids, cache):
                                    ("window", getattr(buf, "window", None), window)):
             if theirs != ours: raise ValueError(f"cache has {what} {theirs} in layer {i}, this call {ours}: {way_out}")
 
-# %% ../nbs/10_generation.ipynb #c021
+# %% ../nbs/10_generation.ipynb #c022
 def _check_text(model, ids, cache, max_new_tokens):
     "Refuse a prompt, a cache to continue, or a length; return the length that the text can reach"
     pending = 0 if cache is None or cache.pending is None else cache.pending.shape[1]
@@ -88,11 +92,11 @@ def _check_arguments(max_new_tokens, prefill_chunk, use_cache, cache, V, ends, p
     if isinstance(pad, bool) or not isinstance(pad, int):
         raise TypeError(f"pad_token_id={pad!r}: must be an int, not {type(pad).__name__}; it fills the rows after their end")
 
-# %% ../nbs/10_generation.ipynb #c024
+# %% ../nbs/10_generation.ipynb #c025
 def _rows(new, texts): # `(rows,)` -> a column for each text
     return [ids[:, None] for ids in new.split([len(t) for t in texts])]
 
-# %% ../nbs/10_generation.ipynb #c025
+# %% ../nbs/10_generation.ipynb #c026
 def _cached(model, texts, caches, chunk, room, choose, progress):
     "A function that reads what some of the texts have not read yet, and chooses a token for each of their rows"
     memo, texts = {}, list(texts)
@@ -104,28 +108,29 @@ def _cached(model, texts, caches, chunk, room, choose, progress):
             if c.pending is not pending or c.n_tokens != n:
                 raise ValueError(f"cache holds {c.n_tokens} tokens, this stream left {n}: it was used or reset by another call since; "
                                  "give each stream a cache of its own")
+        unread = [texts[i] for i in live]
         def then(logits):
             new = choose(logits, live)
-            for c, ids in zip(mine, _rows(new, [texts[i] for i in live])): c.pending = ids.clone() # `new` is the caller's, who may write to it
+            for c, ids in zip(mine, _rows(new, unread)): c.pending = ids.clone() # `new` is the caller's, who may write to it
             return new
-        new = read(model, mine, [texts[i] for i in live], chunk, memo, choose and then, progress, room)
-        for i in live: texts[i], left[i] = caches[i].pending, (caches[i].pending, caches[i].n_tokens)
+        new = read(model, mine, unread, chunk, memo, choose and then, progress, room)
+        for i, c in zip(live, mine): texts[i], left[i] = c.pending, (c.pending, c.n_tokens)
         progress = None # it was of the prompt
         return new
     return feed
 
-# %% ../nbs/10_generation.ipynb #c027
+# %% ../nbs/10_generation.ipynb #c028
 def _replayed(model, texts, choose):
     "The same without a cache: the texts are read again, whole"
     memo, texts = {}, list(texts)
     def feed(live):
-        logits = [model.logits(forward_step(model, texts[i], 0, None, memo)[:, -1:])[:, -1] for i in live]
-        new = choose(torch.cat(logits), live)
+        x = torch.cat([forward_step(model, texts[i], 0, None, memo)[:, -1:] for i in live])
+        new = choose(model.logits(x)[:, -1], live)
         for i, ids in zip(live, _rows(new, [texts[i] for i in live])): texts[i] = torch.cat([texts[i], ids.to(texts[i])], 1)
         return new
     return feed
 
-# %% ../nbs/10_generation.ipynb #c029
+# %% ../nbs/10_generation.ipynb #c030
 def _decode(model, feed, texts, max_new_tokens, ends, pad):
     "Yield the next token of each row until all have ended"
     B, live = sum(len(t) for t in texts), list(range(len(texts)))
@@ -142,9 +147,9 @@ def _read_only(model, feed, texts):
     with evaluating(model): feed(list(range(len(texts))), None)
     yield from ()
 
-# %% ../nbs/10_generation.ipynb #c031
+# %% ../nbs/10_generation.ipynb #c032
 def _sampler(texts, V, record, temperature, top_p, top_k, min_p, repetition_penalty, generators):
-    "A function of logits and of the numbers of their texts that chooses, and notes what the penalty and the record want to know"
+    "A function of logits, and of which texts they belong to, that chooses; it notes what the penalty and the record want to know"
     B, device, seen = sum(len(t) for t in texts), texts[0].device, None
     if repetition_penalty != 1:
         seen = torch.zeros(B, V, dtype=torch.bool, device=device)
@@ -159,7 +164,7 @@ def _sampler(texts, V, record, temperature, top_p, top_k, min_p, repetition_pena
         return new
     return choose
 
-# %% ../nbs/10_generation.ipynb #c033
+# %% ../nbs/10_generation.ipynb #c034
 def _progress(progress):
     "What is called with the tokens read and all of them: the caller's function, or a bar where there is more than one chunk"
     if progress is not True: return progress or None
@@ -171,10 +176,11 @@ def _progress(progress):
         if bar is not None and done == total: bar.close()
     return show
 
-# %% ../nbs/10_generation.ipynb #c035
+# %% ../nbs/10_generation.ipynb #c036
 def _ends(eos_token_id, pad_token_id):
     "The end tokens, and what fills a row after its end"
-    ends = () if eos_token_id is None else tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple)) else (eos_token_id,)
+    several = isinstance(eos_token_id, (list, tuple))
+    ends = () if eos_token_id is None else tuple(eos_token_id) if several else (eos_token_id,)
     return ends, pad_token_id if pad_token_id is not None else ends[0] if ends else 0
 
 def _parts(input_ids, use_cache, cache, ends):
@@ -185,15 +191,16 @@ def _parts(input_ids, use_cache, cache, ends):
     if not use_cache: return texts, [None]*len(texts)
     if isinstance(cache, MixedKVCache) or cache is None and not apart:
         if len(texts) > 1:
-            raise ValueError(f"cache is a MixedKVCache: must be a RaggedKVCache for {B} rows that differ in length or may end at different tokens; "
-                             "pass RaggedKVCache(), or leave out eos_token_id")
+            raise ValueError(f"cache is a MixedKVCache: must be a RaggedKVCache for {B} rows that differ in length or may end "
+                             "at different tokens; pass RaggedKVCache(), or leave out eos_token_id")
         return texts, [MixedKVCache() if cache is None else cache]
     if cache is None: cache = RaggedKVCache()
     rows = cache.rows or cache.new_rows(B)
-    if len(rows) != B: raise ValueError(f"input_ids has {B} rows, the cache {len(rows)}: must be equal; use another cache or reset()")
+    if len(rows) != B:
+        raise ValueError(f"input_ids has {B} rows, the cache {len(rows)}: must be equal; use another cache or reset()")
     return texts, rows
 
-# %% ../nbs/10_generation.ipynb #c036
+# %% ../nbs/10_generation.ipynb #c037
 def _start(model, input_ids, max_new_tokens, temperature, top_p, use_cache, cache, prefill_chunk, eos_token_id, pad_token_id,
            top_k, min_p, repetition_penalty, seed, generator, progress, record=None):
     "Check everything, then return the generator of `stream`"
@@ -210,13 +217,14 @@ def _start(model, input_ids, max_new_tokens, temperature, top_p, use_cache, cach
     if isinstance(cache, RaggedKVCache): cache.rows = caches
     if use_cache: texts = [with_pending(c, t) for c, t in zip(caches, texts)]
     choose = _sampler(texts, V, record, temperature, top_p, top_k, min_p, repetition_penalty, generators)
-    feed = _cached(model, texts, caches, prefill_chunk, max_new_tokens, choose, _progress(progress)) if use_cache else _replayed(model, texts, choose)
-    return _decode(model, feed, texts, max_new_tokens, ends, pad) if max_new_tokens or not use_cache else _read_only(model, feed, texts)
+    if not use_cache: return _decode(model, _replayed(model, texts, choose), texts, max_new_tokens, ends, pad)
+    feed = _cached(model, texts, caches, prefill_chunk, max_new_tokens, choose, _progress(progress))
+    return _decode(model, feed, texts, max_new_tokens, ends, pad) if max_new_tokens else _read_only(model, feed, texts)
 
-# %% ../nbs/10_generation.ipynb #c038
+# %% ../nbs/10_generation.ipynb #c039
 def stream(
     model:GPTOSS,
-    input_ids:Tensor|Sequence[Tensor], # Prompt, `(B, T)`, or a list of prompts `(T,)`; only the new ids where `cache` is continued
+    input_ids:Tensor|Sequence[Tensor], # Prompts, `(B, T)` or a list of `(T,)`; only the new ids where `cache` is continued
     max_new_tokens:int=64,
     temperature:float=0.7, # at most 0 is greedy
     top_p:float=0.9, # mass of the nucleus
@@ -231,31 +239,32 @@ def stream(
     repetition_penalty:float=1., # on the ids given to this call and those that it has written
     seed:int|Sequence[int]|None=None, # of the draws, or one for each row
     generator:torch.Generator|Sequence[torch.Generator]|None=None, # instead of a seed; with neither the global random state
-    progress:bool|Callable[[int,int],None]|None=None, # True shows a bar; a function gets the tokens read and all of them, chunk by chunk
+    progress:bool|Callable[[int,int],None]|None=None, # of the prompt: a bar, or a function of the tokens read and of all
 )->Iterator[Tensor]: # ids `(B,)`, one token of each row at a time
     "Yield tokens as they are chosen, until all rows have ended; bad input is refused here, not at the first token"
     return _start(**locals())
 
-# %% ../nbs/10_generation.ipynb #c040
+# %% ../nbs/10_generation.ipynb #c041
 def _result(input_ids, new, ends, pad, N, record, k):
     "What `generate` returns for the new tokens `(B, n)`"
     prompts, B = list(input_ids), len(input_ids)
-    width = max(len(p) for p in prompts) + N
-    ids = torch.stack([F.pad(torch.cat([p, row]), (0, width - len(p) - len(row)), value=pad) for p, row in zip(prompts, new)])
+    width, texts = max(map(len, prompts)) + N, [torch.cat(pair) for pair in zip(prompts, new)]
+    ids = torch.stack([F.pad(t, (0, width - len(t)), value=pad) for t in texts])
     if record is None: return ids
     written = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in new.tolist()]
     prompt_lengths = torch.tensor([len(p) for p in prompts])
     logprobs = record[0][1].new_zeros(B, N) if record else torch.zeros(B, N)
     top_logprobs, top_ids = logprobs.new_zeros(B, N, k), new.new_full((B, N, k), pad)
-    for i, (rows, lp, top) in enumerate(record): logprobs[rows, i], top_logprobs[rows, i], top_ids[rows, i] = lp, top.values, top.indices.to(new)
+    for i, (rows, logp, top) in enumerate(record):
+        logprobs[rows, i], top_logprobs[rows, i], top_ids[rows, i] = logp, top.values, top.indices.to(new)
     return dict(ids=ids, prompt_lengths=prompt_lengths, lengths=prompt_lengths + torch.tensor(written),
                 reasons=["eos" if n and t[n-1] in ends else "length" for n, t in zip(written, new.tolist())],
                 logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
 
-# %% ../nbs/10_generation.ipynb #c041
+# %% ../nbs/10_generation.ipynb #c042
 def generate(
     model:GPTOSS,
-    input_ids:Tensor|Sequence[Tensor], # Prompt, `(B, T)`, or a list of prompts `(T,)`; only the new ids where `cache` is continued
+    input_ids:Tensor|Sequence[Tensor], # Prompts, `(B, T)` or a list of `(T,)`; only the new ids where `cache` is continued
     max_new_tokens:int=64,
     temperature:float=0.7, # at most 0 is greedy
     top_p:float=0.9, # mass of the nucleus
@@ -270,10 +279,10 @@ def generate(
     repetition_penalty:float=1., # on the ids given to this call and those that it has written
     seed:int|Sequence[int]|None=None, # of the draws, or one for each row
     generator:torch.Generator|Sequence[torch.Generator]|None=None, # instead of a seed; with neither the global random state
-    progress:bool|Callable[[int,int],None]|None=None, # True shows a bar; a function gets the tokens read and all of them, chunk by chunk
-    return_dict:bool=False, # more than the ids: see below
+    progress:bool|Callable[[int,int],None]|None=None, # of the prompt: a bar, or a function of the tokens read and of all
+    return_dict:bool=False, # a dictionary: ids, lengths, log-probabilities, and why each row ended
     top_logprobs:int=5, # how many likeliest words `return_dict` tells for each step
-)->Tensor|dict: # ids `(B, T + max_new_tokens)`; T is that of the longest prompt, and each row begins with its own
+)->Tensor|dict: # ids `(B, T + max_new_tokens)`, T of the longest prompt; each row begins with its own
     "Continue each row until it ends, by `max_new_tokens` tokens at most; a cache then holds all but the last of them"
     options = {k: v for k, v in locals().items() if k not in ("return_dict", "top_logprobs")}
     check_int("top_logprobs", top_logprobs, 0, "it counts words")
@@ -286,7 +295,7 @@ def generate(
     new = torch.stack(new, 1).to(first) if new else first.new_empty(len(input_ids), 0)
     return _result(input_ids, new, *_ends(eos_token_id, pad_token_id), max_new_tokens, record, k)
 
-# %% ../nbs/10_generation.ipynb #c092
+# %% ../nbs/10_generation.ipynb #c093
 def stream_text(
     model:GPTOSS,
     input_ids:Tensor, # Prompt, `(1, T)`
@@ -302,7 +311,8 @@ def stream_text(
     "Yield the new text of one row in whole characters, up to a stop string"
     stops = stop_strings(stop)
     tokens = stream(model, input_ids, max_new_tokens, temperature, top_p, use_cache, **options)
-    if len(input_ids) != 1: raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, a text is read one at a time; call it for each row")
+    if len(input_ids) != 1:
+        raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, a text is read one at a time; call it for each row")
     before = input_ids[0].tolist()
     def pieces():
         with closing(tokens): yield from until_stop(whole_characters(tokenizer, (t.item() for t in tokens), before), stops)

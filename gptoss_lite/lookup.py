@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['propose', 'stream_with_lookup', 'generate_with_lookup', 'distinct_experts', 'pass_cost']
 
-# %% ../nbs/10a_lookup.ipynb #c002
+# %% ../nbs/10a_lookup.ipynb #c003
 from typing import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from .reading import check_ids, evaluating, forward_step, read, with_pending
 from .ring import check_int
 from .roofline import Cost, decode_parts
 
-# %% ../nbs/10a_lookup.ipynb #c010
+# %% ../nbs/10a_lookup.ipynb #c011
 def propose(
     ids:Tensor, # the text so far, `(T,)`
     ngram:int=3, # tokens that must have stood there before
@@ -30,7 +30,7 @@ def propose(
     again = ids[places[-1]:]
     return again.repeat(-(-n_draft//len(again)))[:n_draft]
 
-# %% ../nbs/10a_lookup.ipynb #c016
+# %% ../nbs/10a_lookup.ipynb #c017
 def _verify(model, cache, draft, memo, left, ends):
     "Read the pending token and the draft, keep what the model would have said, and return it, `(n,)`"
     waiting, n = cache.pending, cache.n_tokens
@@ -50,7 +50,7 @@ def _verify(model, cache, draft, memo, left, ends):
         raise
     return new
 
-# %% ../nbs/10a_lookup.ipynb #c017
+# %% ../nbs/10a_lookup.ipynb #c018
 def stream_with_lookup(
     model:GPTOSS,
     input_ids:Tensor, # Prompt, `(1, T)`; only the new ids where `cache` is continued
@@ -70,16 +70,19 @@ def stream_with_lookup(
     if cache is None: cache = MixedKVCache(rewind=n_draft + 1)
     _check_arguments(max_new_tokens, prefill_chunk, True, cache, V, ends, pad)
     check_ids(input_ids, V, True)
-    if len(input_ids) != 1: raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, rows would accept different numbers of tokens; call it for each row")
+    if len(input_ids) != 1:
+        raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, rows would accept different numbers of tokens; "
+                         "call it for each row")
     if not isinstance(cache, MixedKVCache) or cache.max_rewind <= n_draft:
-        raise ValueError(f"cache takes back {getattr(cache, 'max_rewind', 0)} tokens: must be at least {n_draft + 1} for n_draft={n_draft}; "
-                         f"pass MixedKVCache(rewind={n_draft + 1})")
+        raise ValueError(f"cache takes back {getattr(cache, 'max_rewind', 0)} tokens: must be at least {n_draft + 1} for "
+                         f"n_draft={n_draft}; pass MixedKVCache(rewind={n_draft + 1})")
     _check_text(model, input_ids, cache, max_new_tokens)
     model.to(input_ids.device)
     guess = proposer or (lambda text, n: propose(text, ngram, n))
-    return _passes_of(model, input_ids, cache, max_new_tokens, lambda text, n: guess(text, min(n, n_draft))[:n_draft], ends, prefill_chunk)
+    short = lambda text, n: guess(text, min(n, n_draft))[:min(n, n_draft)]
+    return _passes_of(model, input_ids, cache, max_new_tokens, short, ends, prefill_chunk)
 
-# %% ../nbs/10a_lookup.ipynb #c018
+# %% ../nbs/10a_lookup.ipynb #c019
 def _passes_of(model, ids, cache, left, guess, ends, chunk):
     memo, waiting, n = {}, cache.pending, cache.n_tokens
     text, room = with_pending(cache, ids), left
@@ -94,7 +97,7 @@ def _passes_of(model, ids, cache, left, guess, ends, chunk):
                              "give each stream a cache of its own")
         with evaluating(model):
             if left == room: new = read(model, [cache], [text], chunk, memo, first, room=room) # the prompt
-            else: new = _verify(model, cache, guess(text[0], left - 1)[:left-1], memo, left, ends)
+            else: new = _verify(model, cache, guess(text[0], left - 1), memo, left, ends)
         left, text, waiting, n = left - len(new), torch.cat([text, new[None]], 1), cache.pending, cache.n_tokens
         yield new
         if ends and new[-1].item() in ends: return
@@ -111,7 +114,7 @@ def generate_with_lookup(
     pad = _ends(options.get("eos_token_id"), None)[1]
     return torch.nn.functional.pad(ids, (0, input_ids.shape[1] + max_new_tokens - len(ids)), value=pad)[None]
 
-# %% ../nbs/10a_lookup.ipynb #c030
+# %% ../nbs/10a_lookup.ipynb #c031
 def distinct_experts(
     cfg:ModelConfig,
     n:int, # tokens in the pass

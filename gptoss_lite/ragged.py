@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RaggedKVCache', 'Packed', 'steps']
 
-# %% ../nbs/06b_ragged.ipynb #c002
+# %% ../nbs/06b_ragged.ipynb #c003
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Sequence
@@ -15,11 +15,11 @@ from .cache import MixedKVCache
 from .growth import MAX_TOKENS
 from .ring import check_int
 
-# %% ../nbs/06b_ragged.ipynb #c017
+# %% ../nbs/06b_ragged.ipynb #c018
 class RaggedKVCache:
     "Texts of different lengths: a cache of one row for each of them"
     def __init__(self,
-        rows:Sequence[MixedKVCache]|None=None, # caches to go on with; by default empty ones, made when the number of texts is known
+        rows:Sequence[MixedKVCache]|None=None, # to go on with; by default empty ones, made when it is known how many
         *,
         max_tokens:int=MAX_TOKENS, # the cap on tokens seen, in every text
         rewind:int=0, # tokens that each row can take back at any moment
@@ -27,8 +27,10 @@ class RaggedKVCache:
         check_int("max_tokens", max_tokens, 1, "give room for at least one token")
         check_int("rewind", rewind, 0, "pass the number of tokens that may be taken back")
         for c in rows or []:
-            if not isinstance(c, MixedKVCache): raise TypeError(f"rows holds a {type(c).__name__}: must be MixedKVCaches of one row each")
-            if c.batch_size not in (None, 1): raise ValueError(f"rows holds a cache of {c.batch_size} rows: must have 1; use select([b]) for each row")
+            if not isinstance(c, MixedKVCache):
+                raise TypeError(f"rows holds a {type(c).__name__}: must be MixedKVCaches of one row each")
+            if c.batch_size not in (None, 1):
+                raise ValueError(f"rows holds a cache of {c.batch_size} rows: must have 1; use select([b]) for each row")
         self.max_tokens, self.max_rewind, self.rows = max_tokens, rewind, list(rows or [])
 
     def new_rows(self, n:int)->list[MixedKVCache]: # empty caches
@@ -53,7 +55,7 @@ class RaggedKVCache:
         "Bytes of the tokens that may still be seen"
         return sum(c.used_nbytes for c in self.rows)
 
-# %% ../nbs/06b_ragged.ipynb #c022
+# %% ../nbs/06b_ragged.ipynb #c023
 class Packed:
     "New tokens of several texts, one behind the other: takes the place of a cache in a step"
     def __init__(self,
@@ -79,7 +81,7 @@ class Packed:
         seen = [c.update(layer_idx, k, v, is_windowed, window) for c, k, v in parts]
         return [k for k, _ in seen], [v for _, v in seen]
 
-# %% ../nbs/06b_ragged.ipynb #c028
+# %% ../nbs/06b_ragged.ipynb #c029
 @contextmanager
 def steps(
     caches:Sequence[MixedKVCache],

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['forward_step', 'with_pending', 'read', 'prefill', 'evaluating', 'check_ids', 'score']
 
-# %% ../nbs/09c_reading.ipynb #c002
+# %% ../nbs/09c_reading.ipynb #c003
 from contextlib import contextmanager
 from typing import Callable, Sequence
 import torch
@@ -15,7 +15,7 @@ from .model import GPTOSS, GPTOSSBlock
 from .ragged import Packed, steps
 from .ring import check_int
 
-# %% ../nbs/09c_reading.ipynb #c014
+# %% ../nbs/09c_reading.ipynb #c015
 def _attn_forward_layer(
     block:GPTOSSBlock,
     layer_idx:int, # its place in the cache
@@ -33,7 +33,7 @@ def _attn_forward_layer(
     if tables is None: tables = attn.tables(positions, x.dtype)
     return block(x, tables, cache, layer_idx, memo[id(attn)])[0]
 
-# %% ../nbs/09c_reading.ipynb #c019
+# %% ../nbs/09c_reading.ipynb #c020
 def forward_step(
     model:GPTOSS,
     ids:Tensor, # New ids, `(B, T)`
@@ -48,7 +48,7 @@ def forward_step(
         x = _attn_forward_layer(block, i, x, positions, cache, sink_bias_cache, tables=tables)
     return x
 
-# %% ../nbs/09c_reading.ipynb #c024
+# %% ../nbs/09c_reading.ipynb #c025
 def _passes(
     lengths:Sequence[int], # tokens of each text
     chunk:int, # tokens that are read together, at most
@@ -63,7 +63,7 @@ def _passes(
         lengths = [n - t for n, t in zip(lengths, take)]
     yield lengths
 
-# %% ../nbs/09c_reading.ipynb #c027
+# %% ../nbs/09c_reading.ipynb #c028
 def _last(model, caches, texts, memo):
     "Read new tokens, `(B, T)` or one row for each text; residuals after the last ones, `(rows, 1, C)`"
     if len(texts) == 1: return forward_step(model, texts[0], caches[0].n_tokens, caches[0], memo)[:, -1:]
@@ -71,7 +71,7 @@ def _last(model, caches, texts, memo):
     x = forward_step(model, torch.cat(texts, 1), packed.positions(texts[0].device), packed, memo)
     return x[:, packed.ends].transpose(0, 1)
 
-# %% ../nbs/09c_reading.ipynb #c029
+# %% ../nbs/09c_reading.ipynb #c030
 def with_pending(cache, ids):
     "All that is to be read, `(B, T)`: the ids that are pending, and new ones"
     return ids if cache.pending is None else torch.cat([cache.pending.to(ids), ids], 1)
@@ -94,7 +94,7 @@ def read(model, caches, texts, chunk, memo, then=None, progress=None, room=None)
                 return then(model.logits(x)[:, -1]) if then else None
         if progress: progress(total - left, total)
 
-# %% ../nbs/09c_reading.ipynb #c031
+# %% ../nbs/09c_reading.ipynb #c032
 def prefill(
     model:GPTOSS,
     ids:Tensor, # New ids, `(B, T)`
@@ -110,7 +110,7 @@ def prefill(
     memo = {} if sink_bias_cache is None else sink_bias_cache
     return read(model, [cache], [with_pending(cache, ids)], chunk, memo, lambda logits: logits, progress)
 
-# %% ../nbs/09c_reading.ipynb #c058
+# %% ../nbs/09c_reading.ipynb #c059
 @contextmanager
 def evaluating(model:GPTOSS):
     "Eval mode without gradients, and all as it was afterwards"
@@ -121,7 +121,7 @@ def evaluating(model:GPTOSS):
     finally:
         for m in training: m.training = True
 
-# %% ../nbs/09c_reading.ipynb #c059
+# %% ../nbs/09c_reading.ipynb #c060
 def check_ids(
     input_ids:Tensor, # `(B, T)`
     vocab_size:int,
@@ -164,4 +164,5 @@ def score(
             x = forward_step(model, text, s, cache, memo)
             for y, t in zip(x.split(few, 1), targets.split(few, 1)):
                 out.append(model.logits(y).log_softmax(-1).gather(-1, t[..., None])[..., 0]) # (5)
-    return torch.cat(out, 1) if out else model.head.weight.new_zeros(B, 0, dtype=torch.promote_types(model.head.weight.dtype, torch.float32))
+    w = model.head.weight
+    return torch.cat(out, 1) if out else w.new_zeros(B, 0, dtype=torch.promote_types(w.dtype, torch.float32))

@@ -6,14 +6,14 @@
 __all__ = ['boltzmann', 'renormalized', 'nucleus', 'keep_top_k', 'keep_min_p', 'penalize', 'draw', 'sample', 'check_number',
            'check_sampling', 'make_generators']
 
-# %% ../nbs/09a_sampling.ipynb #c002
+# %% ../nbs/09a_sampling.ipynb #c003
 import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from .ring import check_int
 
-# %% ../nbs/09a_sampling.ipynb #c012
+# %% ../nbs/09a_sampling.ipynb #c013
 def boltzmann(
     logits:Tensor, # `(B, V)`
     temperature:float, # above 0
@@ -24,7 +24,7 @@ def boltzmann(
     tau = min(max(temperature, lim.tiny), lim.max)  # what this number type can divide by
     return ((z - z.max(-1, keepdim=True).values) / tau).softmax(-1)
 
-# %% ../nbs/09a_sampling.ipynb #c018
+# %% ../nbs/09a_sampling.ipynb #c019
 def renormalized(
     probs:Tensor, # `(B, V)`, some of them cut to 0
 )->Tensor: # `(B, V)`, each row summing to 1
@@ -42,7 +42,7 @@ def nucleus(
     p = p.masked_fill(before >= max(top_p, torch.finfo(p.dtype).tiny), 0)
     return renormalized(torch.zeros_like(probs).scatter(-1, order, p))
 
-# %% ../nbs/09a_sampling.ipynb #c030
+# %% ../nbs/09a_sampling.ipynb #c031
 def keep_top_k(
     probs:Tensor, # `(B, V)`
     k:int, # words to keep, at least 1
@@ -54,7 +54,7 @@ def keep_top_k(
     room = k - above.sum(-1, keepdim=True)
     return renormalized(probs.where(above | (ties & (ties.cumsum(-1) <= room)), 0))
 
-# %% ../nbs/09a_sampling.ipynb #c034
+# %% ../nbs/09a_sampling.ipynb #c035
 def keep_min_p(
     probs:Tensor, # `(B, V)`
     min_p:float, # share of the best word's probability, 0 keeps all
@@ -63,7 +63,7 @@ def keep_min_p(
     if min_p <= 0: return probs
     return renormalized(probs.where(probs >= min_p*probs.amax(-1, keepdim=True), 0))
 
-# %% ../nbs/09a_sampling.ipynb #c044
+# %% ../nbs/09a_sampling.ipynb #c045
 def penalize(
     logits:Tensor, # `(B, V)`
     seen:Tensor, # bool, `(B, V)`, words that were there already
@@ -73,7 +73,7 @@ def penalize(
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where(seen, torch.where(z > 0, z/penalty, z*penalty), z)
 
-# %% ../nbs/09a_sampling.ipynb #c048
+# %% ../nbs/09a_sampling.ipynb #c049
 def draw(
     probs:Tensor, # `(B, V)`
     generator=None, # a `torch.Generator` for all rows, a list with one for each, or None for the global state
@@ -101,7 +101,7 @@ def sample(
     if top_k is not None: probs = keep_top_k(probs, top_k)
     return draw(keep_min_p(nucleus(probs, top_p), min_p), generator)
 
-# %% ../nbs/09a_sampling.ipynb #c058
+# %% ../nbs/09a_sampling.ipynb #c059
 def check_number(
     name:str, # the argument's name, for the message
     x:float,
@@ -136,7 +136,8 @@ def make_generators(
     name, given = ("seed", seed) if generator is None else ("generator", generator)
     if given is None: return None
     many = isinstance(given, (list, tuple))
-    if many and len(given) != B: raise ValueError(f"{name} has {len(given)} entries for {B} rows: must be one for each row, or one for all")
+    if many and len(given) != B:
+        raise ValueError(f"{name} has {len(given)} entries for {B} rows: must be one for each row, or one for all")
     made = []
     for x in given if many else [given]:
         if name == "seed":
@@ -146,6 +147,7 @@ def make_generators(
         elif not isinstance(x, torch.Generator):
             raise TypeError(f"generator is a {type(x).__name__}: must be a torch.Generator; a number goes to seed=")
         elif x.device.type != torch.device(device).type:
-            raise ValueError(f"generator is on {x.device}, the logits on {device}: must be on one device; use torch.Generator('{device}')")
+            raise ValueError(f"generator is on {x.device}, the logits on {device}: must be on one device; "
+                             f"use torch.Generator('{device}')")
         made.append(x)
     return made if many else made[0]

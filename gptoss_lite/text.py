@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['CONTEXT', 'unfinished', 'whole_characters', 'stop_strings', 'until_stop']
 
-# %% ../nbs/09b_text.ipynb #c002
+# %% ../nbs/09b_text.ipynb #c003
 from typing import Iterable, Iterator, Sequence
 
-# %% ../nbs/09b_text.ipynb #c012
+# %% ../nbs/09b_text.ipynb #c013
 CONTEXT = 8 # tokens of the prompt that the first window sees
 
 def unfinished(
@@ -39,7 +39,7 @@ def whole_characters(
             said = len(text)
     if len(text) > said: yield text[said:]
 
-# %% ../nbs/09b_text.ipynb #c022
+# %% ../nbs/09b_text.ipynb #c023
 def stop_strings(
     stop:str|Sequence[str], # one or several
 )->list[str]:
