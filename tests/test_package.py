@@ -180,8 +180,9 @@ def test_a_page_makes_no_module(fn):
 def test_a_notebook_begins_with_title_and_description(fn):
     first = json.loads(fn.read_text(encoding="utf-8"))["cells"][0]
     assert first["cell_type"] == "markdown", f"{fn.name}: the site takes a page's title and description from its first cell"
-    found = re.match(r"# (?P<title>\S[^\n]*)\n\n> (?P<description>\S[^\n]*)", "".join(first["source"]))
-    assert found and 40 <= len(found["description"]) <= 400, f"{fn.name}: one line `# title`, one line `> description`"
+    found = re.fullmatch(r"# (?P<title>\S[^\n]*)\n\n> (?P<description>\S[^\n]*)\n?", "".join(first["source"]))
+    assert found, f"{fn.name}: one line `# title`, one line `> description`, and no more: nbdev leaves the rest of the cell out of the page"
+    assert 40 <= len(found["description"]) <= 400, fn.name
 
 def test_every_module_has_its_notebook():
     mods = {f.stem for f in (ROOT/"gptoss_lite").glob("*.py")} - {"__init__", "_modidx"}
