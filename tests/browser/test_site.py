@@ -45,9 +45,13 @@ return seen;
 # What reaches beyond the right edge, though not inside a box that scrolls by itself
 WIDE = """
 const inside = e => { for (e = e.parentElement; e && e != document.body; e = e.parentElement)
-                        if (getComputedStyle(e).overflowX != 'visible') return true; };
-return {width: document.documentElement.scrollWidth, limit: arguments[0],
-        wide: [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > arguments[0] + 1 && !inside(e))
+                        if (['auto', 'scroll'].includes(getComputedStyle(e).overflowX)) return true; };
+const under = d => { const tag = d.querySelector('.tag'), parts = [...d.querySelectorAll('.katex-html > .base')].map(b => b.getBoundingClientRect().right);
+                     return tag && Math.max(...parts) > tag.lastElementChild.getBoundingClientRect().left + 1; };
+return {width: document.documentElement.scrollWidth,
+        under: [...document.querySelectorAll('.katex-display')].filter(under).map(d => d.querySelector('annotation').textContent.slice(0, 60)),
+        wide: [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > arguments[0] + 1
+                && !e.closest('.katex-mathml, svg *') && !inside(e))
               .slice(0, 5).map(e => `${e.tagName.toLowerCase()}.${e.className}: ${e.textContent.trim().slice(0, 50)}`)};
 """
 DARK = "const [r, g, b] = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number); return r + g + b < 384"
@@ -116,9 +120,11 @@ def test_every_page(docs, site, tree, desk):
             wait_for(lambda: desk.js(DARK) == (theme == "dark"), 20, f"the {theme} theme")
             faint = desk.js(FAINT, 4.5)
             if faint: bad.append(f"hardly to be read in {theme}: {faint}")
-        desk.size(390, 844, phone=True)
-        w = desk.js(WIDE, 390)
-        if w["width"] > 390 or w["wide"]: bad.append(f"{w['width']} px wide on a phone of 390: {w['wide']}")
+        for width, phone in ((1280, False), (390, True)):
+            desk.size(width, 844, phone)
+            w = desk.js(WIDE, width)
+            if w["width"] > width or w["wide"]: bad.append(f"{w['width']} px wide in a window of {width}: {w['wide']}")
+            if w["under"]: bad.append(f"formulas under their numbers in a window of {width}: {w['under']}")
         desk.js("localStorage.clear()")
         bad += desk.console()
         if bad:
