@@ -131,7 +131,7 @@ def test_rounds_fit_into_memory():
     model.cfg, model.embed = gptoss_502m(), torch.nn.Embedding(1, 1)
     assert B.rounds(model, OTHERS, 8192, 14*2**30) == [OTHERS]
     groups = B.rounds(model, OTHERS, 131072, 14*2**30)
-    assert [n for g in groups for n in g] == OTHERS and len(groups) == 2 and groups[0] == ["concat", "specification"]
+    assert [n for g in groups for n in g] == OTHERS and len(groups) == 3 and groups[0] == ["concat", "specification"]
     assert B.rounds(model, OTHERS, 131072, 1) == [[n] for n in OTHERS]
 
 
