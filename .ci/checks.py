@@ -69,6 +69,11 @@ def pytest(*args):
 
 def site(): return run(sys.executable, HERE/"site.py")[0] == 0
 
+def passkey():
+    "The shipped model finds every key in texts of up to 16,384 tokens"
+    return run(BIN/"gptoss-lite", "passkey", "--context-lengths", "4096", "8192", "16384", "--n-trials", "5", "--position", "0,0.25,0.5,0.75,1",
+               "--fillers", "1", "--seed", "161803", "--fail-below", "1")[0] == 0
+
 def sources(to):
     "Copy what git holds or would hold to the folder `to`, so that a stale build folder cannot help the wheel"
     git = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
@@ -120,8 +125,8 @@ def main():
     slow = ap.parse_args().slow
     counted = dict(notebooks=lambda: notebooks(*(("--flags", "slow", "--only-flagged") if slow else ())),
                    pytest=lambda: pytest(*(("--slow", "-m", "slow") if slow else ())))
-    plain = dict(clean=clean, export=export, site=site, wheel=wheel)
-    order = ("notebooks", "pytest") if slow else ("clean", "export", "notebooks", "pytest", "site", "wheel")
+    plain = dict(clean=clean, export=export, passkey=passkey, site=site, wheel=wheel)
+    order = ("notebooks", "pytest") if slow else ("clean", "export", "notebooks", "pytest", "passkey", "site", "wheel")
     lines, total = [], [0, 0, 0]
     for name in order:
         print(f"\n--- {name}", flush=True)

@@ -186,7 +186,7 @@ def passkey(
     device:Device="cpu",
     batch:Annotated[int, Option(help="Prompts side by side; worth it on a GPU, or for short ones.")]=1,
     target:Annotated[float, Option(min=0, max=1, help="Exact match to reach at the longest length.")]=0.85,
-    fail_below:Annotated[Optional[float], Option(min=0, max=1, help="Exit with 1 where the longest length is below this.")]=None,
+    fail_below:Annotated[Optional[float], Option(min=0, max=1, help="Exit with 1 where a length is below this.")]=None,
     log:Annotated[Optional[Path], Option(help="Write each trial to this file as it ends; the same command goes on where it stopped.")]=None,
     json_file:JsonFile=None,
     plot:Annotated[Optional[Path], Option(help="Write the heat map to this PNG file.")]=None,
@@ -213,7 +213,7 @@ def passkey(
     write_json(json_file, run=run, checkpoint=Path(checkpoint).name, digest=tensor_digest(model.state_dict()), config=model.cfg.to_dict(),
                tokenizer=type(tok).__name__, haystack=haystack, wording=wording, seed=seed, position=position, fillers=fillers, target=target, summary=rows, trials=[asdict(t) for t in ev.trials])
     if plot: save_heatmap(ev.trials, plot)
-    raise typer.Exit(1 if fail_below is not None and last["accuracy"] < fail_below else 0)
+    raise typer.Exit(1 if fail_below is not None and min(r["accuracy"] for r in rows) < fail_below else 0)
 
 def save_heatmap(trials, path:Path)->None:
     "The heat map as a PNG file, whatever the file is called"

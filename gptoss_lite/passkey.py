@@ -75,7 +75,7 @@ PROSE = [ # ours
     "Perhaps somebody will want to know some day how high the water stood.",
     "It is not likely, but it costs nothing more than a pencil, and the kettle is on anyway."]
 
-HAYSTACKS = {"words": WORDS, "other words": OTHER_WORDS, "grass": GRASS, "prose": PROSE} # texts are put together from these at random
+HAYSTACKS = {"words": WORDS, "other-words": OTHER_WORDS, "grass": GRASS, "prose": PROSE} # texts are put together from these at random
 
 # %% ../nbs/11_passkey.ipynb #c018
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def run_trial(self:PasskeyEvaluator, length:int, trial:int, key:str, depth:float
     "One trial by itself"
     return next(self.run_trials([dict(length=length, trial=trial, key=key, depth=depth, seed=seed)], max_new_tokens))
 
-# %% ../nbs/11_passkey.ipynb #c082
+# %% ../nbs/11_passkey.ipynb #c085
 # Source: E. B. Wilson, J. Amer. Stat. Assoc. 22 (1927), 209-212
 def wilson_interval(
     hits:int, n:int,
@@ -335,7 +335,7 @@ def wilson_interval(
     mid, half = p + c/2, z*math.sqrt(p*(1-p)/n + c/(4*n))
     return max(0., (mid - half)/(1 + c)), min(1., (mid + half)/(1 + c))
 
-# %% ../nbs/11_passkey.ipynb #c093
+# %% ../nbs/11_passkey.ipynb #c096
 @patch
 def plan(self:PasskeyEvaluator,
     context_lengths:Sequence[int], # tokens; each once
@@ -363,7 +363,7 @@ def plan(self:PasskeyEvaluator,
             plans.append(dict(length=n, trial=i, key=f"{key:05d}", depth=depth_of(passkey_position, i % per, per), seed=seed))
     return plans
 
-# %% ../nbs/11_passkey.ipynb #c096
+# %% ../nbs/11_passkey.ipynb #c099
 LOG_START = '{"log": "gptoss-lite passkey 1"' # how such a file begins
 
 def read_log(
@@ -406,7 +406,7 @@ class TrialLog:
         self._write(asdict(trial))
         self.trials.append(trial)
 
-# %% ../nbs/11_passkey.ipynb #c098
+# %% ../nbs/11_passkey.ipynb #c101
 def work(length:int)->float: # in units of a token at a short length
     "About how long a prompt takes, for a bar that shows the time left"
     return length*(1 + length/20_000)
@@ -456,7 +456,7 @@ def header(self:PasskeyEvaluator, passkey_position, base_seed:int, max_new_token
     return dict(digest=tensor_digest(self.model.state_dict()), config=self.model.cfg.to_dict(), tokenizer=type(self.tokenizer).__name__,
                 haystack=self.haystack, wording=self.wording, seed=base_seed, position=passkey_position, max_new_tokens=max_new_tokens)
 
-# %% ../nbs/11_passkey.ipynb #c100
+# %% ../nbs/11_passkey.ipynb #c103
 def summarize(
     trials:Sequence[Trial],
 )->list[dict]: # one row a length
@@ -469,7 +469,7 @@ def summarize(
                          seconds=statistics.median(t.seconds for t in ts)))
     return rows
 
-# %% ../nbs/11_passkey.ipynb #c108
+# %% ../nbs/11_passkey.ipynb #c111
 def plot_heatmap(
     trials:Sequence[Trial],
     ax=None, # matplotlib axes; by default new ones
@@ -498,7 +498,7 @@ def plot_heatmap(
     ax.set(xlabel="context, tokens", ylabel="depth of the needle", title=f"Exact match, {len(trials)} trials")
     return ax
 
-# %% ../nbs/11_passkey.ipynb #c113
+# %% ../nbs/11_passkey.ipynb #c116
 def load_pretrained(
     name:str="passkey", # the checkpoint in the package
     *,
@@ -512,7 +512,7 @@ def load_pretrained(
         if cfg is None: cfg = ModelConfig.from_dict(json.loads(read_checkpoint(path)[1]["eval_config"]))
         return load_checkpoint(path, cfg), CharTokenizer(cfg.vocab_size)
 
-# %% ../nbs/11_passkey.ipynb #c127
+# %% ../nbs/11_passkey.ipynb #c141
 # Source: the specification's targets by range
 TARGETS = {32_768: 0.95, 98_304: 0.90, 131_072: 0.85} # up to so many tokens: exact match
 

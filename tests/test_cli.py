@@ -122,6 +122,8 @@ def test_passkey_judges_the_longest_length(monkeypatch):
     good, bad = ("passkey", "--n-trials", 2, "--context-lengths", 150, 100), ("passkey", "--n-trials", 2, "--context-lengths", 200, 100)
     assert "PASSED: 100.0% at 150 tokens, target 85%" in run(*good).output and run(*good, "--fail-below", 1).exit_code == 0
     assert "BELOW TARGET: 0.0% at 200 tokens" in run(*bad).output and run(*bad, "--fail-below", 0).exit_code == 0
+    monkeypatch.setattr(PasskeyEvaluator, "run_trials", lambda self, plans, *a: [Trial(**p, output="", answer=None, correct=p["length"] > 100, seconds=0.) for p in plans])
+    assert "PASSED: 100.0% at 150" in run(*good).output and run(*good, "--fail-below", 1).exit_code == 1, "any length may fail"
 
 
 def test_passkey_writes_no_path_and_no_host(tmp_path):

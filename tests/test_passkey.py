@@ -1,5 +1,6 @@
 "Passkey prompts, scoring and evaluation: exact lengths, one needle, nothing leaked."
-import random, re
+import json, random, re
+from pathlib import Path
 
 import pytest
 import torch
@@ -466,19 +467,41 @@ def test_heatmap_leaves_cells_without_trials_empty(heatmap):
 
 # ---- the model in the package ----
 
-def test_the_saved_results_are_those_of_this_model_and_can_be_repeated():
-    "A new checkpoint, or prompts drawn in another way, would leave a stale table and a stale figure"
-    import json
-    from pathlib import Path
-    from gptoss_lite.model import tensor_digest
-    saved = json.loads((Path(__file__).parent.parent/"results"/"passkey.json").read_text())
-    ev = PasskeyEvaluator(*load_pretrained())
-    assert saved["digest"] == tensor_digest(ev.model.state_dict()) and saved["config"] == ev.model.cfg.to_dict()
-    lengths = [s["length"] for s in saved["summary"]]
-    plan = ev.plan(lengths, saved["summary"][0]["trials"], saved["position"], saved["seed"])
-    assert plan == [{k: t[k] for k in plan[0]} for t in saved["trials"]]
-    assert ev.run_trial(**plan[0]).answer == saved["trials"][0]["answer"] == plan[0]["key"]
+RESULTS = Path(__file__).parent.parent/"results"
 
+@pytest.mark.parametrize("file, n, fillers", [("passkey", 100, 10), ("passkey-beyond", 5, 1), *((f"passkey-{x}", 20, 4) for x in
+                                              (*HAYSTACKS, *WORDINGS) if x not in ("words", "passkey"))])
+def test_the_saved_results_are_those_of_this_model_and_can_be_repeated(file, n, fillers):
+    "A new checkpoint, or prompts drawn in another way, would leave a stale table and a stale figure"
+    path = RESULTS/f"{file}.jsonl"
+    if not path.exists(): pytest.skip(f"{path.name} was not made yet")
+    head, runs, trials = read_log(path)
+    ev = PasskeyEvaluator(*load_pretrained(), haystack=head["haystack"], wording=head["wording"])
+    assert file in ("passkey", "passkey-beyond") or file.removeprefix("passkey-") in (head["haystack"], head["wording"])
+    now = ev.header(head["position"], head["seed"], head["max_new_tokens"])
+    assert head == {"log": head["log"], **now} and [float(x) for x in head["position"]] == DEPTHS
+    assert all({"commit", "machine", "threads", "torch", "time"} <= r.keys() and len(r["commit"]) == 40 for r in runs)
+    plan = {(p["length"], p["trial"]): p for p in ev.plan(sorted({t.length for t in trials}), n, DEPTHS, head["seed"], fillers)}
+    for t in trials:
+        assert (t.key, t.depth, t.seed) == tuple(plan[t.length, t.trial][k] for k in ("key", "depth", "seed"))
+        assert (t.answer == t.key) == t.correct and t.answer == ev.extract_passkey_from_output(t.output + "_")
+    short = [t for t in trials if t.length <= 4096]
+    for t in short[:2]: assert same([ev.run_trial(**plan[t.length, t.trial])]) == same([t])
+
+
+def test_the_run_was_made_with_seeds_of_its_own():
+    head, _, _ = read_log(RESULTS/"passkey.jsonl")
+    tried = json.loads((RESULTS/"choice.json").read_text())["tried"]
+    assert head["seed"] not in {c["seed"] for c in tried}
+    assert [c["digest"] for c in tried if c["chosen"]] == [head["digest"]]
+
+
+def test_the_two_forms_of_the_result_say_the_same():
+    saved = json.loads((RESULTS/"passkey.json").read_text())
+    if saved["seed"] != read_log(RESULTS/"passkey.jsonl")[0]["seed"]: pytest.skip("the long run is under way")
+    trials = {(t.length, t.trial): t for t in read_log(RESULTS/"passkey.jsonl")[2]}
+    assert {(t["length"], t["trial"]): Trial(**t) for t in saved["trials"]} == trials
+    assert saved["summary"] == summarize(list(trials.values()))
 
 
 def test_unknown_pretrained_name():
