@@ -3,6 +3,7 @@
 Tokens are compared with greedy decoding by the dense oracle, and the log-probabilities of all words at every step with its
 own: 1e-9 in float64, 1e-4 in float32 (where near-ties are passed over, as in `test_exact`)."""
 import copy
+import tempfile
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, strategies as st
 
 from gptoss_lite.cache import MixedKVCache
+from gptoss_lite.files import load_cache, save_cache
 from gptoss_lite.generation import generate, prefill, score, stream
 from gptoss_lite.lookup import generate_with_lookup
 from gptoss_lite.ragged import Packed, RaggedKVCache, steps
@@ -105,10 +107,15 @@ def way(name, model, text, N, V):
             cache.rewind(len(text[:6]) + 1)
             cache.pending = waiting
         elif name == "selected": cache = cache.repeat(3).select([1])
+        elif name == "saved and loaded":
+            with tempfile.TemporaryDirectory() as folder:
+                save_cache(cache, f"{folder}/cache.safetensors", model, first[None])
+                cache, ids = load_cache(f"{folder}/cache.safetensors", model)
+            assert torch.equal(ids[0], first[:-1])
         out = go(none, N - 3, cache, **more)
     return torch.cat([first, out["ids"][0]]), all_logp(out)[0]
 
-WAYS = ["cached", "resumed", "forked", "copied", "restored", "rewound", "selected", "ragged", "looked up"]
+WAYS = ["cached", "resumed", "forked", "copied", "restored", "rewound", "selected", "saved and loaded", "ragged", "looked up"]
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("dtype,tol", [(torch.float64, EXACT), (torch.float32, SINGLE)], ids=str)

@@ -58,6 +58,19 @@ def test_bytes_that_are_no_text(ids):
     "The pieces are still what the decoder shows for the whole"
     assert "".join(whole_characters(Bytes(), ids)) == Bytes().decode(ids)
 
+class Words:
+    "A word a token, with its blank in front, which is dropped where a text begins, as SentencePiece does"
+    words = ["▁a", "▁dog", "s", "▁bark", "▁"]
+    def decode(self, ids, skip_special_tokens=True): return "".join(self.words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+@examples(60)
+@given(prompt=st.lists(st.integers(0, 4), max_size=12), ids=st.lists(st.integers(0, 4), max_size=30))
+def test_a_tokenizer_that_drops_the_first_blank(prompt, ids):
+    "Whatever the window, each blank is said once: the pieces are what the new tokens add to the text"
+    pieces = list(whole_characters(Words(), ids, prompt))
+    tail = prompt[-8:] # what the first window sees
+    assert "".join(pieces) == Words().decode(tail + ids)[len(Words().decode(tail)):]
+
 def test_a_character_that_began_in_the_prompt():
     b = "🦜x".encode()
     assert list(whole_characters(Bytes(), b[2:], b[:2])) == ["🦜", "x"]
