@@ -149,6 +149,11 @@ def test_impossible_values_have_a_reason():
     assert "whole" in why("T", "1.5") and "between" in why("batch", "0") and "number" in why("T", "NaN")
     assert "layers" in why("windowed", "13")
 
+def test_the_notebook_holds_the_script_as_it_is():
+    text = (ROOT/"nbs/calculator.ipynb").read_text(encoding="utf-8")
+    outputs = [o for c in json.loads(text)["cells"] for o in c.get("outputs", []) if "text/html" in o.get("data", {})]
+    assert JS.read_text(encoding="utf-8") in "".join(outputs[0]["data"]["text/html"]), "run nbs/calculator.ipynb and save it"
+
 @needs_node
 def test_windowed_layers_are_counted_as_transformers_counts_them():
     from transformers import Gemma3TextConfig, GptOssConfig
