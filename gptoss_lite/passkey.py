@@ -8,7 +8,7 @@ __all__ = ['WORDS', 'NEEDLE', 'QUESTION', 'ANSWER', 'OTHER_WORDS', 'GRASS', 'PRO
            'depth_of', 'PasskeyEvaluator', 'Trial', 'alike', 'wilson_interval', 'read_log', 'TrialLog', 'work',
            'summarize', 'plot_heatmap', 'load_pretrained', 'target_at']
 
-# %% ../nbs/11_passkey.ipynb #c002
+# %% ../nbs/11_passkey.ipynb #c003
 import json, math, os, random, re, statistics, time, warnings
 from dataclasses import asdict, dataclass
 from importlib.resources import as_file, files
@@ -26,7 +26,7 @@ from .model import GPTOSS, load_checkpoint, read_checkpoint, tensor_digest
 from .reading import evaluating, prefill
 from .ring import check_int
 
-# %% ../nbs/11_passkey.ipynb #c006
+# %% ../nbs/11_passkey.ipynb #c007
 WORDS = ("river stone cloud garden winter letter music silver forest window market bridge candle shadow summer island "
          "paper mirror thunder valley basket harbor lantern meadow pepper copper velvet ladder saddle timber feather anchor "
          "barley cotton engine fabric ginger hollow insect jacket kettle lemon marble needle orchard pencil quiet rabbit "
@@ -41,10 +41,10 @@ def make_filler_text(
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(target_tokens))
 
-# %% ../nbs/11_passkey.ipynb #c011
+# %% ../nbs/11_passkey.ipynb #c012
 NEEDLE, QUESTION, ANSWER = " The passkey is {key}.", " What is the passkey? The passkey is", " {key}."
 
-# %% ../nbs/11_passkey.ipynb #c015
+# %% ../nbs/11_passkey.ipynb #c016
 OTHER_WORDS = ("acorn badge canoe dragon easel fiddle galaxy hammer igloo jungle kitten ladle magnet napkin oyster "
                "parrot quartz ribbon sandal teapot uncle vessel wagon yarn zebra almond bucket cactus desert elbow "
                "fossil goblet helmet ivory jigsaw knight locket mitten nectar opal pillow quiver rocket spiral tulip "
@@ -77,7 +77,7 @@ PROSE = [ # ours
 
 HAYSTACKS = {"words": WORDS, "other-words": OTHER_WORDS, "grass": GRASS, "prose": PROSE} # texts are put together from these at random
 
-# %% ../nbs/11_passkey.ipynb #c018
+# %% ../nbs/11_passkey.ipynb #c019
 @dataclass(frozen=True)
 class Wording:
     "How the needle is put, and how it is asked for"
@@ -90,7 +90,7 @@ WORDINGS = {"passkey": Wording(NEEDLE, QUESTION),
             "several": Wording(" The {name} passkey is {key}.", " What is the {name} passkey? The {name} passkey is", ("red", "green", "blue", "white")),
             "leaky": Wording(NEEDLE, " What is the passkey? The passkey is {key}. So the passkey is")}
 
-# %% ../nbs/11_passkey.ipynb #c021
+# %% ../nbs/11_passkey.ipynb #c022
 class CharTokenizer:
     "One token per character: `ord(char) % vocab_size`"
     bos_token_id = None
@@ -104,7 +104,7 @@ class CharTokenizer:
         "The characters with these codes; a number that is no character's code gives U+FFFD"
         return "".join(chr(i) if i < 0xD800 or 0xDFFF < i < 0x110000 else "\ufffd" for i in map(int, ids))
 
-# %% ../nbs/11_passkey.ipynb #c025
+# %% ../nbs/11_passkey.ipynb #c026
 def load_tokenizer(
     folder:str|Path, # with a tokenizer of transformers, as `save_pretrained` writes it
 ): # the tokenizer
@@ -113,7 +113,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
-# %% ../nbs/11_passkey.ipynb #c030
+# %% ../nbs/11_passkey.ipynb #c031
 class PromptBuilder:
     "Prompts of exactly so many tokens, put together from pieces that are encoded once and never cut"
     def __init__(self,
@@ -134,7 +134,7 @@ class PromptBuilder:
 
     def encode(self, text:str)->list[int]: return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-# %% ../nbs/11_passkey.ipynb #c031
+# %% ../nbs/11_passkey.ipynb #c032
 @patch
 def filler(self:PromptBuilder,
     n:int, # tokens
@@ -148,7 +148,7 @@ def filler(self:PromptBuilder,
             ids += word
     return ids
 
-# %% ../nbs/11_passkey.ipynb #c033
+# %% ../nbs/11_passkey.ipynb #c034
 @patch
 def lay(self:PromptBuilder,
     needles:Sequence[tuple[float,str]], # depth, as a share of the filler before it, and text of each, rising
@@ -181,7 +181,7 @@ def build(self:PromptBuilder,
     "One key, at each of the depths"
     return self.lay([(d, self.wording.needle.format(key=key, name=self.wording.names[0])) for d in depths], length, rng, tail)
 
-# %% ../nbs/11_passkey.ipynb #c047
+# %% ../nbs/11_passkey.ipynb #c048
 DEPTHS = {"start": 0., "middle": 0.5, "end": 1.}
 
 def depth_of(
@@ -199,7 +199,7 @@ def depth_of(
         raise ValueError(f"passkey_position={position!r}: must be 'start', 'middle', 'end', 'spread' or a number in [0, 1]")
     return depth
 
-# %% ../nbs/11_passkey.ipynb #c051
+# %% ../nbs/11_passkey.ipynb #c052
 class PasskeyEvaluator:
     "Passkey retrieval through the cache, greedy, one prompt at a time"
     def __init__(self,
@@ -219,7 +219,7 @@ class PasskeyEvaluator:
             raise ValueError(f"tokenizer {type(tokenizer).__name__} gives ids up to {top}: must be below vocab_size={V}; "
                              "use the tokenizer that the model was trained with")
 
-# %% ../nbs/11_passkey.ipynb #c052
+# %% ../nbs/11_passkey.ipynb #c053
 @patch
 def build_prompt_ids(self:PasskeyEvaluator,
     passkey:str|int, # five digits
@@ -247,7 +247,7 @@ def build_prompt(self:PasskeyEvaluator,
     "The text of `build_prompt_ids`, for reading"
     return self.tokenizer.decode(self.build_prompt_ids(passkey, context_length, passkey_position, seed))
 
-# %% ../nbs/11_passkey.ipynb #c058
+# %% ../nbs/11_passkey.ipynb #c059
 @patch
 def extract_passkey_from_output(self:PasskeyEvaluator,
     output:str, # text of the new tokens alone
@@ -256,7 +256,7 @@ def extract_passkey_from_output(self:PasskeyEvaluator,
     m = re.search(r"(?<!\w)(?<![0-9][.,])([0-9]{5})(?!\w)(?![.,][0-9])", output)  # 0.12345 and 12,345 are other numbers
     return m and m[0]
 
-# %% ../nbs/11_passkey.ipynb #c067
+# %% ../nbs/11_passkey.ipynb #c068
 @dataclass
 class Trial:
     "One prompt and what came of it"
@@ -270,51 +270,66 @@ class Trial:
     correct:bool
     seconds:float
 
+# %% ../nbs/11_passkey.ipynb #c070
 @patch
-def score(self:PasskeyEvaluator, key:str, new:Tensor, **about)->Trial:
-    "Compare the answer in the new tokens `new` with the key"
+def score(self:PasskeyEvaluator,
+    key:str, # five digits
+    new:Tensor, # the new tokens, all of the budget
+    **about, # the other fields of `Trial`
+)->Trial:
+    "Compare the answer in the new tokens with the key"
     text = self.tokenizer.decode(new.tolist())
     answer = self.extract_passkey_from_output(text + "_")
     return Trial(key=key, output=text, answer=answer, correct=answer == key, **about)
 
-# %% ../nbs/11_passkey.ipynb #c070
+# %% ../nbs/11_passkey.ipynb #c074
 def alike(a:list[int], b:list[int])->int: # tokens
     "How many tokens two prompts begin with alike"
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 @patch
+def read_alike(self:PasskeyEvaluator,
+    prompts:Sequence[list[int]], # of one length
+    room:int=0, # tokens to come
+)->tuple[MixedKVCache,dict,list[int]]: # the cache; a mark for each place; the place where each prompt leaves the first
+    "Read the first prompt as far as it shares tokens with another one, with a mark wherever one leaves it"
+    first = torch.tensor(prompts[:1], device=self.device or self.model.embed.weight.device)
+    places = [min(alike(prompts[0], ids), len(ids) - 1) for ids in prompts[1:]] # one token at least is left to read
+    places = [max(places, default=0), *places]
+    cache = MixedKVCache()
+    cache.reserve(first.shape[1] + room)
+    marks = {0: cache.snapshot()}
+    for n in sorted({*places} - {0}):
+        with evaluating(self.model): prefill(self.model, first[:, cache.n_tokens:n], cache)
+        marks[n] = cache.snapshot()
+    return cache, marks, places
+
+# %% ../nbs/11_passkey.ipynb #c076
+@patch
 def run_trials(self:PasskeyEvaluator,
     plans:Sequence[dict], # of one length, best of one filler; see `plan`
     max_new_tokens:int=16,
-    batch:int=1, # prompts that are read side by side, where they leave the first one at the same place
+    batch:int=1, # prompts side by side, at most
 ): # yields `Trial`s as they end, deepest needle first; seconds are those since the one before
     "Build the prompts, generate greedily, and score the new tokens; what prompts begin with alike is read once"
-    start, length, device = time.perf_counter(), plans[0]["length"], self.device or self.model.embed.weight.device
-    prompts = [(p, self.build_prompt_ids(p["key"], p["length"], p["depth"], p["seed"])) for p in plans]
-    prompts.sort(key=lambda x: -x[0]["depth"])
-    first = torch.tensor([prompts[0][1]], device=device)
-    cuts = [min(alike(prompts[0][1], ids), length - 1) for _, ids in prompts[1:]] # one token at least is left to read
-    cuts = [max(cuts, default=0), *cuts]
-    cache = MixedKVCache()
-    cache.reserve(length + max_new_tokens)
-    marks = {0: cache.snapshot()}
-    for n in sorted({*cuts} - {0}):
-        with evaluating(self.model): prefill(self.model, first[:, cache.n_tokens:n], cache)
-        marks[n] = cache.snapshot()
-    todo = sorted(zip(cuts, prompts), key=lambda x: -x[0])
+    start, length = time.perf_counter(), plans[0]["length"]
+    plans = sorted(plans, key=lambda p: -p["depth"])
+    prompts = [self.build_prompt_ids(p["key"], length, p["depth"], p["seed"]) for p in plans]
+    cache, marks, places = self.read_alike(prompts, max_new_tokens)
+    todo = sorted(zip(places, plans, prompts), key=lambda x: -x[0])
     while todo:
         n = todo[0][0]
-        part = [x for cut, x in todo[:batch] if cut == n]
+        part = [x for x in todo[:batch] if x[0] == n]
         todo = todo[len(part):]
         cache.restore(marks[n])
         rows = cache if len(part) == 1 else cache.repeat(len(part))
         rows.reserve(length + max_new_tokens)
-        rest = torch.tensor([ids[n:] for _, ids in part], device=device)
+        rest = torch.tensor([ids[n:] for *_, ids in part], device=self.device or self.model.embed.weight.device)
         with warnings.catch_warnings():  # a context length counts the prompt, the answer comes on top
             if length <= self.model.cfg.eval_max_seq_len: warnings.filterwarnings("ignore", "the text passes eval_max_seq_len")
             new = generate(self.model, rest, max_new_tokens, temperature=0., cache=rows)[:, length - n:]
         seconds, start = (time.perf_counter() - start)/len(part), time.perf_counter()
-        for (p, _), tokens in zip(part, new):
+        for (_, p, _), tokens in zip(part, new):
             yield self.score(p["key"], tokens, length=length, trial=p["trial"], depth=p["depth"], seed=p["seed"], seconds=seconds)
 
 @patch
@@ -322,7 +337,7 @@ def run_trial(self:PasskeyEvaluator, length:int, trial:int, key:str, depth:float
     "One trial by itself"
     return next(self.run_trials([dict(length=length, trial=trial, key=key, depth=depth, seed=seed)], max_new_tokens))
 
-# %% ../nbs/11_passkey.ipynb #c085
+# %% ../nbs/11_passkey.ipynb #c095
 # Source: E. B. Wilson, J. Amer. Stat. Assoc. 22 (1927), 209-212
 def wilson_interval(
     hits:int, n:int,
@@ -335,7 +350,7 @@ def wilson_interval(
     mid, half = p + c/2, z*math.sqrt(p*(1-p)/n + c/(4*n))
     return max(0., (mid - half)/(1 + c)), min(1., (mid + half)/(1 + c))
 
-# %% ../nbs/11_passkey.ipynb #c096
+# %% ../nbs/11_passkey.ipynb #c106
 @patch
 def plan(self:PasskeyEvaluator,
     context_lengths:Sequence[int], # tokens; each once
@@ -363,7 +378,7 @@ def plan(self:PasskeyEvaluator,
             plans.append(dict(length=n, trial=i, key=f"{key:05d}", depth=depth_of(passkey_position, i % per, per), seed=seed))
     return plans
 
-# %% ../nbs/11_passkey.ipynb #c099
+# %% ../nbs/11_passkey.ipynb #c109
 LOG_START = '{"log": "gptoss-lite passkey 1"' # how such a file begins
 
 def read_log(
@@ -406,7 +421,7 @@ class TrialLog:
         self._write(asdict(trial))
         self.trials.append(trial)
 
-# %% ../nbs/11_passkey.ipynb #c101
+# %% ../nbs/11_passkey.ipynb #c111
 def work(length:int)->float: # in units of a token at a short length
     "About how long a prompt takes, for a bar that shows the time left"
     return length*(1 + length/20_000)
@@ -456,7 +471,7 @@ def header(self:PasskeyEvaluator, passkey_position, base_seed:int, max_new_token
     return dict(digest=tensor_digest(self.model.state_dict()), config=self.model.cfg.to_dict(), tokenizer=type(self.tokenizer).__name__,
                 haystack=self.haystack, wording=self.wording, seed=base_seed, position=passkey_position, max_new_tokens=max_new_tokens)
 
-# %% ../nbs/11_passkey.ipynb #c103
+# %% ../nbs/11_passkey.ipynb #c113
 def summarize(
     trials:Sequence[Trial],
 )->list[dict]: # one row a length
@@ -469,7 +484,7 @@ def summarize(
                          seconds=statistics.median(t.seconds for t in ts)))
     return rows
 
-# %% ../nbs/11_passkey.ipynb #c111
+# %% ../nbs/11_passkey.ipynb #c121
 def plot_heatmap(
     trials:Sequence[Trial],
     ax=None, # matplotlib axes; by default new ones
@@ -498,7 +513,7 @@ def plot_heatmap(
     ax.set(xlabel="context, tokens", ylabel="depth of the needle", title=f"Exact match, {len(trials)} trials")
     return ax
 
-# %% ../nbs/11_passkey.ipynb #c116
+# %% ../nbs/11_passkey.ipynb #c126
 def load_pretrained(
     name:str="passkey", # the checkpoint in the package
     *,
@@ -512,7 +527,7 @@ def load_pretrained(
         if cfg is None: cfg = ModelConfig.from_dict(json.loads(read_checkpoint(path)[1]["eval_config"]))
         return load_checkpoint(path, cfg), CharTokenizer(cfg.vocab_size)
 
-# %% ../nbs/11_passkey.ipynb #c141
+# %% ../nbs/11_passkey.ipynb #c151
 # Source: the specification's targets by range
 TARGETS = {32_768: 0.95, 98_304: 0.90, 131_072: 0.85} # up to so many tokens: exact match
 
