@@ -7,7 +7,7 @@ __all__ = ['CACHE_KEYWORD', 'DRAFT', 'check_transformers', 'FullLayer', 'WindowL
            'mixed_cache', 'attend_runs', 'attention_mask', 'attention_forward', 'LayerGroup', 'CacheWeight',
            'load_config', 'explain']
 
-# %% ../nbs/13_hf.ipynb #c002
+# %% ../nbs/13_hf.ipynb #c003
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ from .attention import apply_sink, attend_plain, causal_attention, repeat_kv
 from .growth import GrowingBuffer
 from .ring import RingBuffer, check_int
 
-# %% ../nbs/13_hf.ipynb #c004
+# %% ../nbs/13_hf.ipynb #c005
 def check_transformers()->None:
     "Raise unless transformers is there, in a version that this module knows"
     way_out = "install one by pip install 'transformers>=5,<6'"
@@ -30,15 +30,15 @@ def check_transformers()->None:
 
 check_transformers()
 
-# %% ../nbs/13_hf.ipynb #c005
+# %% ../nbs/13_hf.ipynb #c006
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-# %% ../nbs/13_hf.ipynb #c011
+# %% ../nbs/13_hf.ipynb #c012
 CACHE_KEYWORD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
-# %% ../nbs/13_hf.ipynb #c020
+# %% ../nbs/13_hf.ipynb #c021
 @contextmanager
 def _numbers():
     "Without a graph, and with storage that outlives `torch.inference_mode`"
@@ -143,7 +143,7 @@ def _taken(tokens:int, length:int)->int:
     "How many tokens `crop(tokens)` takes back, in either of its meanings"
     return -tokens if tokens <= 0 else max(0, length - tokens)
 
-# %% ../nbs/13_hf.ipynb #c022
+# %% ../nbs/13_hf.ipynb #c023
 DRAFT = 256 # tokens that can be taken back while past recording is on, unless `rewind` says another number
 
 class WindowLayer(FullLayer):
@@ -196,7 +196,7 @@ class WindowLayer(FullLayer):
 
     _held = slice(None)
 
-# %% ../nbs/13_hf.ipynb #c029
+# %% ../nbs/13_hf.ipynb #c030
 def cache_layers(
     config, # of a model of transformers; the text part is looked for in it
 )->list[int|None|str]: # for each layer its window, `None` where it keeps every token, "shared" where it keeps nothing
@@ -215,7 +215,7 @@ def cache_layers(
                          "sliding-window attention; use transformers' DynamicCache(config=config)")
     return [kinds[type(l)](l) if type(l) in kinds else "shared" for l in layers]
 
-# %% ../nbs/13_hf.ipynb #c032
+# %% ../nbs/13_hf.ipynb #c033
 class MixedCache(Cache):
     "A `transformers.Cache` of rings and growing buffers; made by `mixed_cache`"
     @property
@@ -278,7 +278,7 @@ def mixed_cache(
         layers.append(theirs if window == "shared" else FullLayer(max_length or 0) if window is None else WindowLayer(window, rewind))
     return MixedCache(layers=layers)
 
-# %% ../nbs/13_hf.ipynb #c049
+# %% ../nbs/13_hf.ipynb #c050
 def attend_runs(
     q:Tensor, # `(B, H, T, D)`, the last T of S positions
     k:Tensor, # `(B, Hkv, S, D)`
@@ -288,8 +288,7 @@ def attend_runs(
     window:int|None=None, # W
 )->Tensor: # `(B, H, T, D)`, zeros where a query is padding
     "Each row's attention over its own tokens"
-    k, v = (x[:, :, -real.shape[1]:] for x in (k, v)) # DynamicCache gives more than it said where W = 1
-    T, n, out = q.shape[2], real.shape[1] - q.shape[2], []
+    T, n, out = q.shape[2], k.shape[2] - q.shape[2], []
     for b, (a, length) in enumerate(zip(real.int().argmax(1).tolist(), real.sum(1).tolist())):
         row, e = slice(b, b+1), a + length
         first, last = max(a - n, 0), max(e - n, 0) # this row's real queries
@@ -299,7 +298,7 @@ def attend_runs(
         out.append(F.pad(o, (0, 0, first, T - last)))
     return torch.cat(out)
 
-# %% ../nbs/13_hf.ipynb #c055
+# %% ../nbs/13_hf.ipynb #c056
 def _end(q_length:int=0, q_offset:int|Tensor=0, cache_position:Tensor|None=None, **kwargs)->int:
     "The position after the last query, told by a length or, in older versions, by positions"
     return int(q_offset) + q_length if cache_position is None else int(cache_position[-1]) + 1
@@ -325,7 +324,7 @@ def attention_mask(
     return AttentionMaskInterface()["sdpa"](kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, local_size=local_size,
                                            allow_is_causal_skip=False, config=config, **kwargs)
 
-# %% ../nbs/13_hf.ipynb #c059
+# %% ../nbs/13_hf.ipynb #c060
 def attention_forward(
     module, # The layer's attention module
     query:Tensor, # `(B, H, T, D)`, rotated
@@ -368,7 +367,7 @@ def _attend_dense(q, k, v, mask, sink):
 AttentionInterface.register("gptoss_lite", attention_forward)
 AttentionMaskInterface.register("gptoss_lite", attention_mask)
 
-# %% ../nbs/13_hf.ipynb #c074
+# %% ../nbs/13_hf.ipynb #c075
 @dataclass
 class LayerGroup:
     "Layers of one kind, and what they weigh"
@@ -409,7 +408,7 @@ class CacheWeight:
         return "\n".join([head, *("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide))).rstrip() for r in rows)])
     __repr__ = __str__
 
-# %% ../nbs/13_hf.ipynb #c075
+# %% ../nbs/13_hf.ipynb #c076
 def load_config(
     path:str|Path, # a folder with a config.json, or such a file
 ): # a configuration of transformers
