@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TUNING', 'ARMS', 'FIVE', 'arm_recipes', 'Arm', 'AppendThenGet', 'too_late', 'AppendThenGetEvaluator', 'arm_evaluator',
-           'run_arm', 'train_arm']
+           'run_arm', 'loss_curve', 'train_arm']
 
-# %% ../nbs/12a_arms.ipynb #c002
+# %% ../nbs/12a_arms.ipynb #c003
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from .passkey import CharTokenizer, PasskeyEvaluator, Trial
 from .reading import evaluating, prefill
 from .training import Recipe, Stage, eval_config, export_checkpoint, passkey_config, train
 
-# %% ../nbs/12a_arms.ipynb #c006
+# %% ../nbs/12a_arms.ipynb #c007
 TUNING = (Stage(150, 2, 4096, 0.5e-3, 2),)
 
 def _shipped(): return files("gptoss_lite")/"checkpoints"/"passkey.safetensors"
@@ -39,7 +39,7 @@ def arm_recipes()->dict[str,Recipe]:
             "full": of(rope_global="full"), "nope": of(rope_global="none"), "yarn": of(**long), "yarnfactor": of(**long, yarn_mscale=True),
             "tuned": replace(of(**long), stages=TUNING, start=start), "tunedfactor": replace(of(**long, yarn_mscale=True), stages=TUNING, start=start)}
 
-# %% ../nbs/12a_arms.ipynb #c008
+# %% ../nbs/12a_arms.ipynb #c009
 @dataclass(frozen=True)
 class Arm:
     "One thing that is changed"
@@ -69,7 +69,7 @@ ARMS = {
     "nogloballeaky": Arm("no global layers, the answer in the question", "noglobal", wording="leaky"),
 }
 
-# %% ../nbs/12a_arms.ipynb #c012
+# %% ../nbs/12a_arms.ipynb #c013
 class AppendThenGet(MixedKVCache):
     "The specification's order: store, then attend over what is held"
     def update(self, layer_idx:int, k_rot:Tensor, v:Tensor, is_windowed:bool, window:int|None=None)->tuple[Tensor,Tensor]:
@@ -100,7 +100,7 @@ class AppendThenGetEvaluator(PasskeyEvaluator):
 
     def header(self, *args): return {**super().header(*args), "prefill": "append, then get"}
 
-# %% ../nbs/12a_arms.ipynb #c017
+# %% ../nbs/12a_arms.ipynb #c018
 FIVE = [0, 0.25, 0.5, 0.75, 1] # depths
 
 def arm_evaluator(
@@ -137,16 +137,25 @@ def run_arm(
     if far and found[max(near)]: go(far, n_far); trials = trials + ev.trials
     return trials
 
+def loss_curve(
+    log:list[dict], # one record a step, as `train` gives them
+    every:int=20, # steps
+)->list[list]: # step, and the mean loss on known digits, nats
+    "The loss on the digits, averaged, short enough to keep"
+    parts = [log[i:i+every] for i in range(0, len(log), every)]
+    return [[p[0]["step"], round(sum(r["digits"] for r in p)/len(p), 5)] for p in parts]
+
 def train_arm(
     checkpoint:str, # a name in `arm_recipes`
     folder:str|Path, # the checkpoint goes there, the training state to a folder beside it
     commit:str="", # of the code
     **kwargs, # `progress`, `save_every`, as for `train`
 )->Path:
-    "Train the checkpoint of an arm, or go on"
+    "Train the checkpoint of an arm, or go on; its loss curve is kept beside it"
     if checkpoint not in arm_recipes(): raise ValueError(f"checkpoint={checkpoint!r}: must be one of {', '.join(arm_recipes())}; pick one of them")
     recipe, folder = arm_recipes()[checkpoint], Path(folder)
-    with as_file(_shipped()) as start: model, _ = train(recipe, folder/"training"/checkpoint, start=start if recipe.start else None, **kwargs)
+    with as_file(_shipped()) as start: model, log = train(recipe, folder/"training"/checkpoint, start=start if recipe.start else None, **kwargs)
+    (folder/f"{checkpoint}.loss.json").write_text(json.dumps(loss_curve(log)) + "\n")
     path = folder/f"{checkpoint}.safetensors"
     export_checkpoint(model, recipe, path, commit)
     return path

@@ -1,15 +1,16 @@
 "The control arms: what each changes, the specification's prefill, and the run."
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import gptoss_lite.arms as A
 from gptoss_lite import attention
-from gptoss_lite.arms import ARMS, FIVE, AppendThenGet, arm_evaluator, arm_recipes, run_arm, too_late, train_arm
+from gptoss_lite.arms import ARMS, FIVE, AppendThenGet, arm_evaluator, arm_recipes, loss_curve, run_arm, too_late, train_arm
 from gptoss_lite.attention import manual_causal_attention
-from gptoss_lite.model import GPTOSS, save_checkpoint
+from gptoss_lite.model import GPTOSS, read_checkpoint, save_checkpoint
 from gptoss_lite.passkey import load_pretrained, read_log
 from gptoss_lite.training import Recipe, Stage, eval_config, passkey_config
 
@@ -112,4 +113,36 @@ def test_a_checkpoint_is_trained_and_goes_on_from_the_shipped_one(tmp_path, monk
     move = lambda m: max((p - q).abs().max().item() for p, q in zip(m.parameters(), shipped.parameters()))
     assert 0 < move(near) < 3e-4 < 0.1 < move(far)
     assert near.cfg.yarn_mscale and near.cfg.yarn_scale_factor == 32 and far.cfg.kinds == ("windowed",)*4
-    assert {f.name for f in tmp_path.iterdir()} == {"training", "tunedfactor.safetensors", "noglobal.safetensors"}
+    assert {f.name for f in tmp_path.iterdir()} == {"training", *(f"{n}.{x}" for n in ("tunedfactor", "noglobal") for x in ("safetensors", "loss.json"))}
+
+
+# ---- what is kept ----
+
+KEPT = Path(__file__).parent.parent/"results"/"arms"
+
+@pytest.mark.parametrize("name", arm_recipes())
+def test_kept_checkpoints_are_those_of_the_recipes(name):
+    if not (KEPT/f"{name}.safetensors").exists(): pytest.skip("not trained yet")
+    _, meta = read_checkpoint(KEPT/f"{name}.safetensors")
+    assert json.loads(meta["recipe"]) == json.loads(json.dumps(arm_recipes()[name].to_dict())) and meta["commit"]
+    assert json.loads(meta["config"]) == json.loads(json.dumps(arm_recipes()[name].cfg.to_dict()))
+    curve = json.loads((KEPT/f"{name}.loss.json").read_text())
+    assert [s for s, _ in curve] == list(range(0, arm_recipes()[name].steps, 20))
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_kept_trials_are_those_of_the_arm_and_can_be_repeated(name):
+    if not (KEPT/f"{name}.jsonl").exists(): pytest.skip("not run yet")
+    head, runs, trials = read_log(KEPT/f"{name}.jsonl")
+    ev = arm_evaluator(name, KEPT)
+    assert head == {"log": head["log"], **json.loads(json.dumps(ev.header(FIVE, head["seed"], 16)))} and all(r["commit"] for r in runs)
+    plan = {(p["length"], p["trial"]): p for n, lengths in ((20, (4096, 32768)), (10, (131072,)))
+            for p in ev.plan(lengths, n, FIVE, head["seed"], n//5)}
+    for t in trials: assert (t.key, t.depth, t.seed) == tuple(plan[t.length, t.trial][k] for k in ("key", "depth", "seed"))
+    counts = {n: sum(t.length == n for t in trials) for n in (4096, 32768, 131072)}
+    assert counts[4096] == counts[32768] == 20 and counts[131072] in (0, 10)
+    assert (counts[131072] == 10) == any(t.correct for t in trials if t.length == 32768)
+
+
+def test_loss_curves_are_means():
+    assert loss_curve([dict(step=i, digits=float(i)) for i in range(7)], 3) == [[0, 1.0], [3, 4.0], [6, 6.0]]
