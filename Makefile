@@ -24,7 +24,7 @@ help:
 	@echo 'make test-hf    the part for transformers, with the installed version and with the oldest that is supported'
 	@echo 'make browser-test  every notebook run in JupyterLab, every page of the site, in headless Chromium (NB="04_ring ..." for'
 	@echo '                   some notebooks alone); pictures in build/screenshots'
-	@echo 'make browser-site  the part of it for the site'
+	@echo 'make browser-site  the part of it that looks at pages'
 	@echo 'make docs       build the site into _docs (no Quarto needed)'
 	@echo 'make lab        open the notebooks in JupyterLab'
 	@echo 'make refresh    run the notebooks and save their outputs in place (NB="nbs/04_ring.ipynb ..." for some)'
@@ -87,7 +87,7 @@ browser-test: $(VENV)/.browser $(KATEX)/package
 	@$(BIN)/python -m pytest -q tests/browser$(if $(NB),/test_lab.py --nb '$(NB)') --katex $(KATEX)/package
 
 browser-site: $(VENV)/.browser $(KATEX)/package
-	@$(BIN)/python -m pytest -q tests/browser/test_site.py --katex $(KATEX)/package
+	@$(BIN)/python -m pytest -q tests/browser --ignore tests/browser/test_lab.py --katex $(KATEX)/package
 
 docs: $(STAMP)
 	@$(BIN)/python .ci/site.py $(wildcard $(KATEX)/package)

@@ -54,7 +54,11 @@ return {width: document.documentElement.scrollWidth,
                 && !e.closest('.katex-mathml, svg *') && !inside(e))
               .slice(0, 5).map(e => `${e.tagName.toLowerCase()}.${e.className}: ${e.textContent.trim().slice(0, 50)}`)};
 """
-DARK = "const [r, g, b] = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number); return r + g + b < 384"
+# Is the page dark? null while the code's colours still wait for smalldocs to notice
+DARK = """
+const [r, g, b] = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number), dark = r + g + b < 384;
+return document.documentElement.classList.contains('quarto-dark') == dark ? dark : null;
+"""
 
 class Handler(http.server.SimpleHTTPRequestHandler):
     missing = []
@@ -148,15 +152,15 @@ def test_search_finds_the_ring_buffer(site, desk):
 
 def test_theme_is_kept_and_follows_the_system(site, desk):
     desk.open(f"{site}/index.html", READY)
-    assert not desk.js(DARK)
+    wait_for(lambda: desk.js(DARK) is False, 20, "light")
     desk.driver.find_element("css selector", ".quarto-color-scheme-toggle").click()
     wait_for(lambda: desk.js(DARK), 20, "dark")
     desk.open(f"{site}/ring.html", READY)
-    assert desk.js(DARK), "the next page forgot the choice"
+    wait_for(lambda: desk.js(DARK), 20, "dark: the next page forgot the choice")
     desk.js("localStorage.clear()")
     desk.prefers("dark")
     desk.open(f"{site}/index.html", READY)
-    assert desk.js(DARK), "a reader whose system is dark gets a light page"
+    wait_for(lambda: desk.js(DARK), 20, "dark: a reader whose system is dark gets a light page")
 
 def test_menu_on_a_phone(site, desk):
     desk.size(390, 844, phone=True)
