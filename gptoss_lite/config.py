@@ -65,8 +65,9 @@ def _check_type(cfg, names, types, want):
             raise TypeError(f"{n}={v!r}: must be {want}, not {type(v).__name__}; pass a value of that type")
 
 # %% ../nbs/00_config.ipynb #c013
-SIZES = ("vocab_size d_model n_layers n_heads n_kv_heads head_dim ffn_dim n_routed_experts n_activated_experts "
-         "window_size yarn_original_max_seq_len yarn_target_seq_len max_seq_len eval_max_seq_len")
+SIZES = ("vocab_size d_model n_layers n_heads n_kv_heads head_dim ffn_dim n_routed_experts "
+         "n_activated_experts window_size yarn_original_max_seq_len yarn_target_seq_len "
+         "max_seq_len eval_max_seq_len")
 NUMBERS = "rope_theta yarn_scale_factor yarn_beta_fast yarn_beta_slow rms_norm_eps init_std"
 FLAGS = "sink_bias yarn_mscale yarn_prune_rope_global weight_tying yarn_truncate"
 
@@ -77,13 +78,15 @@ def _check_types(cfg):
 
 # %% ../nbs/00_config.ipynb #c015
 def _check_ranges(cfg):
-    for n in SIZES.split(): _check(getattr(cfg, n) >= 1, n, getattr(cfg, n), "at least 1", "give a larger number")
+    for n in SIZES.split():
+        _check(getattr(cfg, n) >= 1, n, getattr(cfg, n), "at least 1", "give a larger number")
     _check(cfg.n_shared_experts >= 0, "n_shared_experts", cfg.n_shared_experts, "at least 0", "0 means none")
     for n in NUMBERS.split():
         v = getattr(cfg, n)
         _check(isfinite(v) and v > 0, n, v, "finite and above 0", "give a positive number")
     _check(cfg.rope_theta > 1, "rope_theta", cfg.rope_theta, "above 1", "usual values are 1e4 to 1e6")
-    _check(cfg.yarn_scale_factor >= 1, "yarn_scale_factor", cfg.yarn_scale_factor, "at least 1", "1 is plain RoPE")
+    _check(cfg.yarn_scale_factor >= 1, "yarn_scale_factor", cfg.yarn_scale_factor,
+           "at least 1", "1 is plain RoPE")
     _check(cfg.head_dim % 2 == 0, "head_dim", cfg.head_dim, "even", "rotary pairs need two dimensions each")
 
 # %% ../nbs/00_config.ipynb #c017
@@ -91,7 +94,8 @@ def _check_fit(cfg):
     _check(cfg.n_heads % cfg.n_kv_heads == 0, "n_kv_heads", cfg.n_kv_heads,
            f"a divisor of n_heads={cfg.n_heads}", "each key head serves a whole number of query heads")
     _check(cfg.n_activated_experts <= cfg.n_routed_experts, "n_activated_experts", cfg.n_activated_experts,
-           f"at most n_routed_experts={cfg.n_routed_experts}", "a token cannot take more experts than there are")
+           f"at most n_routed_experts={cfg.n_routed_experts}",
+           "a token cannot take more experts than there are")
     _check(cfg.yarn_beta_fast >= cfg.yarn_beta_slow, "yarn_beta_fast", cfg.yarn_beta_fast,
            f"at least yarn_beta_slow={cfg.yarn_beta_slow}", "swap the two")
     _check(cfg.rope_global in (None, *ROPE_GLOBAL), "rope_global", cfg.rope_global,
@@ -102,12 +106,13 @@ def _check_layer_types(cfg):
     kinds = cfg.layer_types
     if kinds is None: return
     if not isinstance(kinds, (list, tuple)):
-        raise TypeError(f"layer_types={kinds!r}: must be a list with one name per layer, not {type(kinds).__name__}; "
-                        "pass a list, or None to alternate")
+        raise TypeError(f"layer_types={kinds!r}: must be a list with one name per layer, "
+                        f"not {type(kinds).__name__}; pass a list, or None to alternate")
     object.__setattr__(cfg, "layer_types", tuple(kinds)) # the one write to a frozen object
     _check(len(kinds) == cfg.n_layers, "layer_types", kinds, f"n_layers={cfg.n_layers} names long",
            "name every layer once")
-    for kind in kinds: _check(kind in LAYER_TYPES, "layer_types", kind, f"one of {LAYER_TYPES}", "check the spelling")
+    for kind in kinds:
+        _check(kind in LAYER_TYPES, "layer_types", kind, f"one of {LAYER_TYPES}", "check the spelling")
 
 # %% ../nbs/00_config.ipynb #c028
 @patch(as_prop=True)
@@ -156,10 +161,13 @@ def to_dict(self:ModelConfig)->dict: # Plain values, ready for JSON
 @patch(cls_method=True)
 def from_dict(cls:ModelConfig, d:dict)->ModelConfig:
     "The configuration that `to_dict` wrote; unknown names raise a `ValueError`"
-    if not isinstance(d, dict): raise ValueError(f"config is a {type(d).__name__}: must be a dict of the fields' names and values; use to_dict()")
+    if not isinstance(d, dict):
+        raise ValueError(f"config is a {type(d).__name__}: must be a dict of the fields' names and values; "
+                         "use to_dict()")
     known = {f.name for f in fields(cls)}
     if extra := sorted(set(d) - known):
-        raise ValueError(f"config has unknown names {extra}; known are {sorted(known)}; remove or rename them")
+        raise ValueError(f"config has unknown names {extra}; known are {sorted(known)}; "
+                         "remove or rename them")
     return cls(**d)
 
 # %% ../nbs/00_config.ipynb #c050
