@@ -40,9 +40,11 @@ def expect_fail(
     except exc as e:
         text = " ".join(str(e).split())
         if match and not re.search(match, text):
-            raise AssertionError(f"{type(e).__name__} was raised, but {match!r} is not in its message: {text}") from e
+            raise AssertionError(f"{type(e).__name__} was raised, "
+                                 f"but {match!r} is not in its message: {text}") from e
         text = text.split(" Greatest relative")[0]
-        text = re.sub(r"\d+\.\d{4,}(e[+-]?\d+)?", lambda m: f"{float(m[0]):.3g}", text) # last digits differ by machine
+        text = re.sub(r"\d+\.\d{4,}(e[+-]?\d+)?", # last digits differ by machine
+                      lambda m: f"{float(m[0]):.3g}", text)
         text = text if len(text) < 180 else text[:179] + "…"
         print(f"{type(e).__name__}, as it should: {text}" if text else f"{type(e).__name__}, as it should")
     else: raise AssertionError(f"the block passed, but it should have raised {exc}")
@@ -73,8 +75,8 @@ def toy_kv(
 # %% ../nbs/00a_lessons.ipynb #c034
 def counted_kv(
     T:int, # Tokens
-    Hkv:int=1,
-    D:int=2,
+    Hkv:int=1, # Key heads; a token's number stands in all of them
+    D:int=2, # Head dimension; and in all coordinates
     start:int=1, # The number that the first token carries
     dtype:torch.dtype=torch.float32,
 )->tuple[Tensor,Tensor]: # Keys and values, `(1, Hkv, T, D)` each
@@ -95,9 +97,9 @@ def numbers(
 KIND_COLOR = {"windowed": "#0072B2", "global": "#D55E00", "mixed": "#009E73", "full": "#6B6B6B",
               "sink": "#CC79A7", "other": "#E69F00"}
 
-STYLE = {"figure.dpi": 100, "savefig.dpi": 100, "font.size": 10, "axes.titlesize": 10, "axes.spines.top": False,
-         "axes.spines.right": False, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.6,
-         "axes.axisbelow": True, "lines.linewidth": 1.8, "legend.frameon": False, "figure.facecolor": "white"}
+STYLE = {"figure.dpi": 100, "savefig.dpi": 100, "font.size": 10, "axes.titlesize": 10,
+         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+         "grid.color": "#E4E4E4", "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.8, "legend.frameon": False, "figure.facecolor": "white"}
 
 def figure(
     w:float=6.6, # Width, inches
@@ -137,8 +139,8 @@ def _log2_axis(ax, which, show, label, numticks):
 
 def tokens_axis(
     ax,
-    which:str="x",
-    label:str="tokens",
+    which:str="x", # "x" or "y"
+    label:str="tokens", # Text along the axis; it may say which, as in "tokens in the cache"
     numticks:int=12, # At most so many ticks
 ):
     "Make an axis of `ax` count tokens in powers of two"
@@ -146,9 +148,9 @@ def tokens_axis(
 
 def bytes_axis(
     ax,
-    which:str="y",
-    label:str="bytes",
-    numticks:int=8,
+    which:str="y", # "x" or "y"
+    label:str="bytes", # Text along the axis; it may say of what, as in "bytes a step"
+    numticks:int=8, # At most so many ticks; a figure is less high than wide
 ):
     "Make an axis of `ax` show bytes in binary units"
     _log2_axis(ax, which, show_bytes, label, numticks)
