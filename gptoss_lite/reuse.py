@@ -45,7 +45,8 @@ class ConcatKVCache:
     )->tuple[Tensor,Tensor]: # `(B, Hkv, S, D)` each, oldest first
         "Store `k_rot`, `v` and return what their queries may attend to: all, or the last `W-1` and the new ones"
         if is_windowed and (window is None or window < 1):
-            raise ValueError(f"window={window!r}: must be at least 1 for a windowed layer; pass the layer's window")
+            raise ValueError(f"window={window!r}: must be at least 1 for a windowed layer; "
+                             "pass the layer's window")
         K, V = self.kv.get(layer_idx, (k_rot[:, :, :0], v[:, :, :0]))
         self.copied += K.shape[2]
         K, V = self.kv[layer_idx] = torch.cat([K, k_rot], dim=2), torch.cat([V, v], dim=2)
