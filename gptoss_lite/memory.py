@@ -17,7 +17,8 @@ def _whole(name, value, low, way_out):
 
 def _itemsize(dtype):
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype={dtype!r}: must be a torch.dtype, not {type(dtype).__name__}; pass e.g. torch.bfloat16")
+        raise TypeError(f"dtype={dtype!r}: must be a torch.dtype, not {type(dtype).__name__}; "
+                        "pass e.g. torch.bfloat16")
     return dtype.itemsize
 
 # %% ../nbs/02_memory.ipynb #c012
