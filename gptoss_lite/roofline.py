@@ -29,11 +29,16 @@ class Hardware:
         "The intensity from which arithmetic, not memory, is the bound"
         return self.flops/self.bandwidth
 
-    def attainable(self, intensity:float)->float: # FLOP/s
+    def attainable(self,
+        intensity:float, # FLOP for each byte from the main memory
+    )->float: # FLOP/s
         "The roof over a job of this many FLOP per byte"
         return min(self.flops, self.bandwidth*intensity)
 
-    def seconds(self, flops:float, nbytes:float)->float:
+    def seconds(self,
+        flops:float, # FLOP in all
+        nbytes:float, # Bytes that come from the main memory meanwhile
+    )->float: # Seconds: arithmetic's or the memory's, whichever takes longer
         "The least time that a job can take"
         return max(flops/self.flops, nbytes/self.bandwidth)
 
