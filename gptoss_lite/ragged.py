@@ -33,7 +33,9 @@ class RaggedKVCache:
                 raise ValueError(f"rows holds a cache of {c.batch_size} rows: must have 1; use select([b]) for each row")
         self.max_tokens, self.max_rewind, self.rows = max_tokens, rewind, list(rows or [])
 
-    def new_rows(self, n:int)->list[MixedKVCache]: # empty caches
+    def new_rows(self,
+        n:int, # texts
+    )->list[MixedKVCache]: # empty caches
         "As many rows as there are texts"
         return [MixedKVCache(max_tokens=self.max_tokens, rewind=self.max_rewind) for _ in range(n)]
 
@@ -42,7 +44,8 @@ class RaggedKVCache:
         self.rows = []
 
     @property
-    def lengths(self)->list[int]: # tokens seen, a number for each text
+    def lengths(self)->list[int]: # a number for each text, none before it is known how many there are
+        "Tokens seen"
         return [c.n_tokens for c in self.rows]
 
     @property
