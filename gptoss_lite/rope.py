@@ -39,7 +39,9 @@ def yarn_inv_freq(cfg:ModelConfig)->Tensor: # `(D/2,)` float64, radians per toke
     return plain*(1 - ramp) + plain/cfg.yarn_scale_factor*ramp
 
 # %% ../nbs/07_rope.ipynb #c050
-def yarn_mscale(scale:float)->float: # attention factor, 1 where the context is not extended
+def yarn_mscale(
+    scale:float, # how many times the original context the new one is
+)->float: # attention factor, 1 where the context is not extended
     "YaRN's factor on cosine and sine, `0.1 ln(scale) + 1`"
     return 0.1*math.log(scale) + 1 if scale > 1 else 1.
 
