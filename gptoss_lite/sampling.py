@@ -104,7 +104,7 @@ def sample(
 # %% ../nbs/09a_sampling.ipynb #c059
 def check_number(
     name:str, # the argument's name, for the message
-    x:float,
+    x:float, # its value, as the caller gave it: perhaps no number at all
     ok=lambda x: True, # whether a finite number is allowed
     limit:str="finite", # what is allowed, in words
 )->None:
@@ -115,7 +115,11 @@ def check_number(
         raise ValueError(f"{name}={x!r}: must be {limit}; nothing was generated, pass a value in that range")
 
 def check_sampling(
-    temperature:float, top_p:float, top_k:int|None=None, min_p:float=0., repetition_penalty:float=1., # as for `sample`
+    temperature:float, # any finite number
+    top_p:float, # 0 to 1
+    top_k:int|None=None, # at least 1, or None
+    min_p:float=0., # 0 to 1
+    repetition_penalty:float=1., # above 0
 )->None:
     "Raise where a knob of `sample` has a value that cannot be meant"
     check_number("temperature", temperature)
