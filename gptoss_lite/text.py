@@ -42,7 +42,7 @@ def whole_characters(
 # %% ../nbs/09b_text.ipynb #c023
 def stop_strings(
     stop:str|Sequence[str], # one or several
-)->list[str]:
+)->list[str]: # none of them empty
     "The stop strings as a list; what could never or would always stop is refused"
     stops = [stop] if isinstance(stop, str) else list(stop)
     for s in stops:
