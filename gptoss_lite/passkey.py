@@ -98,9 +98,17 @@ class CharTokenizer:
         check_int("vocab_size", vocab_size, 1, "pass the model's cfg.vocab_size")
         self.vocab_size = vocab_size
 
-    def encode(self, text:str, add_special_tokens:bool=False)->list[int]: return [ord(c) % self.vocab_size for c in text]
+    def encode(self,
+        text:str,
+        add_special_tokens:bool=False, # not looked at, there are none; callers give it for other tokenizers
+    )->list[int]: # as many ids as characters, each below `vocab_size`
+        "The codes of the characters, modulo the vocabulary"
+        return [ord(c) % self.vocab_size for c in text]
 
-    def decode(self, ids:Sequence[int], skip_special_tokens:bool=True)->str:
+    def decode(self,
+        ids:Sequence[int],
+        skip_special_tokens:bool=True, # not looked at, as above
+    )->str:
         "The characters with these codes; a number that is no character's code gives U+FFFD"
         return "".join(chr(i) if i < 0xD800 or 0xDFFF < i < 0x110000 else "\ufffd" for i in map(int, ids))
 
@@ -132,7 +140,9 @@ class PromptBuilder:
         if not pads: raise ValueError(f"tokenizer {type(tokenizer).__name__}: must have one token for a space, a newline or 'a'; use another one")
         self.pad = pads[0]
 
-    def encode(self, text:str)->list[int]: return list(self.tokenizer.encode(text, add_special_tokens=False))
+    def encode(self, text:str)->list[int]: # ids, without a start token
+        "A piece by itself; no token reaches over the seam between two pieces"
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 # %% ../nbs/11_passkey.ipynb #c032
 @patch
@@ -187,7 +197,7 @@ DEPTHS = {"start": 0., "middle": 0.5, "end": 1.}
 def depth_of(
     position:str|float|Sequence, # "start", "middle", "end", "spread", a share of the filler from 0 to 1, or a list of these
     trial:int=0, # which of the trials
-    n_trials:int=1,
+    n_trials:int=1, # of how many; `spread` alone looks at it
 )->float: # share of the filler that stands before the needle
     "The needle's depth; `spread` goes evenly from start to end over the trials"
     if position == "spread": return 0.5 if n_trials == 1 else trial/(n_trials - 1)
@@ -226,7 +236,7 @@ def build_prompt_ids(self:PasskeyEvaluator,
     context_length:int, # tokens, exactly
     passkey_position:str|float="middle", # see `depth_of`
     seed:int=0, # of the filler
-)->list[int]:
+)->list[int]: # ids, the start token included where there is one
     "Start token, filler, needle, filler, question; the key stands in it once (but for the `leaky` wording)"
     key = str(passkey).zfill(5) if isinstance(passkey, int) and not isinstance(passkey, bool) else passkey
     if not isinstance(key, str) or not re.fullmatch("[0-9]{5}", key):
@@ -242,7 +252,10 @@ def build_prompt_ids(self:PasskeyEvaluator,
 
 @patch
 def build_prompt(self:PasskeyEvaluator,
-    passkey:str|int, context_length:int, passkey_position:str|float="middle", seed:int=0, # as for `build_prompt_ids`
+    passkey:str|int, # five digits
+    context_length:int, # tokens of the ids; the text, encoded again, may have another number of them
+    passkey_position:str|float="middle", # see `depth_of`
+    seed:int=0, # of the filler
 )->str:
     "The text of `build_prompt_ids`, for reading"
     return self.tokenizer.decode(self.build_prompt_ids(passkey, context_length, passkey_position, seed))
@@ -283,7 +296,10 @@ def score(self:PasskeyEvaluator,
     return Trial(key=key, output=text, answer=answer, correct=answer == key, **about)
 
 # %% ../nbs/11_passkey.ipynb #c074
-def alike(a:list[int], b:list[int])->int: # tokens
+def alike(
+    a:list[int], # ids of a prompt
+    b:list[int], # ids of another, perhaps of another length
+)->int: # tokens
     "How many tokens two prompts begin with alike"
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
@@ -333,14 +349,22 @@ def run_trials(self:PasskeyEvaluator,
             yield self.score(p["key"], tokens, length=length, trial=p["trial"], depth=p["depth"], seed=p["seed"], seconds=seconds)
 
 @patch
-def run_trial(self:PasskeyEvaluator, length:int, trial:int, key:str, depth:float, seed:int, max_new_tokens:int=16)->Trial:
+def run_trial(self:PasskeyEvaluator,
+    length:int, # prompt, tokens
+    trial:int, # its number, for the record alone
+    key:str, # five digits
+    depth:float, # share of the filler before the needle
+    seed:int, # of the filler
+    max_new_tokens:int=16,
+)->Trial:
     "One trial by itself"
     return next(self.run_trials([dict(length=length, trial=trial, key=key, depth=depth, seed=seed)], max_new_tokens))
 
 # %% ../nbs/11_passkey.ipynb #c095
 # Source: E. B. Wilson, J. Amer. Stat. Assoc. 22 (1927), 209-212
 def wilson_interval(
-    hits:int, n:int,
+    hits:int, # successes, 0 to `n`
+    n:int, # trials; after none of them nothing is known, 0 to 1
     z:float=1.959964, # 95 %
 )->tuple[float,float]: # low and high
     "Wilson's score interval for a proportion; sensible at 0 and n hits too"
@@ -356,7 +380,7 @@ def plan(self:PasskeyEvaluator,
     context_lengths:Sequence[int], # tokens; each once
     n_trials:int=100, # a length
     passkey_position:str|float|Sequence="middle", # see `depth_of`
-    base_seed:int=42,
+    base_seed:int=42, # of keys and fillers; each length adds its own number of tokens to it
     fillers:int|None=None, # so many a length, each used equally often; None: each trial its own
 )->list[dict]: # the arguments of `run_trial`
     "The trials to run: for each length distinct keys, depths by `passkey_position`, and fillers"
@@ -422,7 +446,9 @@ class TrialLog:
         self.trials.append(trial)
 
 # %% ../nbs/11_passkey.ipynb #c111
-def work(length:int)->float: # in units of a token at a short length
+def work(
+    length:int, # prompt, tokens; at 20,000 attention has doubled the price of a token
+)->float: # in units of a token at a short length
     "About how long a prompt takes, for a bar that shows the time left"
     return length*(1 + length/20_000)
 
@@ -466,7 +492,11 @@ def evaluate(self:PasskeyEvaluator,
     return {p["length"]: accuracy[p["length"]] for p in plans} # in the order asked for
 
 @patch
-def header(self:PasskeyEvaluator, passkey_position, base_seed:int, max_new_tokens:int)->dict:
+def header(self:PasskeyEvaluator,
+    passkey_position, # as for `evaluate`
+    base_seed:int, # of keys and fillers
+    max_new_tokens:int,
+)->dict: # what `TrialLog` compares before it goes on
     "All that decides the outcome of trials, but for how many there are"
     return dict(digest=tensor_digest(self.model.state_dict()), config=self.model.cfg.to_dict(), tokenizer=type(self.tokenizer).__name__,
                 haystack=self.haystack, wording=self.wording, seed=base_seed, position=passkey_position, max_new_tokens=max_new_tokens)
