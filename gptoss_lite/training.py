@@ -82,15 +82,20 @@ class Recipe:
     start:str = field(default="", repr=False) # digest of the checkpoint to begin from; empty: fresh weights
 
     def to_dict(self)->dict: # plain values, ready for JSON; an empty `start` is left out
+        "The recipe as a checkpoint keeps it"
         return {k: v for k, v in asdict(self).items() if k != "start" or v}
 
     def __str__(self)->str: # what a saved state is compared by
         return repr(self) + (f" from {self.start}" if self.start else "")
 
     @property
-    def steps(self)->int: return sum(s.steps for s in self.stages)
+    def steps(self)->int:
+        "Steps of all stages together"
+        return sum(s.steps for s in self.stages)
 
-    def stage_at(self, step:int)->tuple[Stage,float]: # stage, learning rate
+    def stage_at(self,
+        step:int, # from 0, counted through all stages
+    )->tuple[Stage,float]: # stage, learning rate
         "The last stage anneals to a tenth, so that the weights settle"
         start = 0
         for i, s in enumerate(self.stages):
@@ -159,7 +164,10 @@ def train(
     return model.eval(), log
 
 # %% ../nbs/12_training.ipynb #c041
-def eval_config(cfg:ModelConfig, scale:float=32)->ModelConfig:
+def eval_config(
+    cfg:ModelConfig,
+    scale:float=32, # how many times the original context the new one is; 32 times 4,096 tokens are 131,072
+)->ModelConfig:
     "The same model with YaRN's interpolated frequencies and without its attention factor"
     return cfg.replace(yarn_scale_factor=scale, yarn_mscale=False)
 
