@@ -72,7 +72,13 @@ ARMS = {
 # %% ../nbs/12a_arms.ipynb #c013
 class AppendThenGet(MixedKVCache):
     "The specification's order: store, then attend over what is held"
-    def update(self, layer_idx:int, k_rot:Tensor, v:Tensor, is_windowed:bool, window:int|None=None)->tuple[Tensor,Tensor]:
+    def update(self,
+        layer_idx:int,
+        k_rot:Tensor, # new keys, already rotated, `(B, Hkv, T, D)`
+        v:Tensor, # new values, shaped like `k_rot`
+        is_windowed:bool,
+        window:int|None=None,
+    )->tuple[Tensor,Tensor]: # what is held afterwards, oldest first; in a windowed layer at most W tokens
         self.append(layer_idx, k_rot, v, is_windowed, window)
         return self.get(layer_idx, is_windowed)
 
@@ -89,7 +95,11 @@ def too_late():
 
 class AppendThenGetEvaluator(PasskeyEvaluator):
     "The passkey evaluation with the specification's prefill: the whole prompt at once"
-    def run_trials(self, plans, max_new_tokens=16, batch=1):
+    def run_trials(self,
+        plans, # as `plan` gives them; of any lengths, since each is read from its beginning
+        max_new_tokens=16,
+        batch=1, # not looked at: one prompt after the other
+    ):
         for p in plans:
             ids, new, cache = torch.tensor([self.build_prompt_ids(p["key"], p["length"], p["depth"], p["seed"])]), [], AppendThenGet()
             with too_late(), evaluating(self.model):
@@ -126,7 +136,7 @@ def run_arm(
     near:tuple=(4096, 32768), # lengths, tokens
     n_near:int=20, # trials a length
     far:tuple=(131072,), # lengths where something was found at the longest of `near`
-    n_far:int=10,
+    n_far:int=10, # trials a length there; like `n_near` a multiple of 5, as there are five depths
     seed:int=7_000_003, # of keys and fillers, the same for all arms
     **kwargs, # `progress`, `run`, as for `evaluate`
 )->list[Trial]:
