@@ -215,7 +215,10 @@ def passkey(
     if plot: save_heatmap(ev.trials, plot)
     raise typer.Exit(1 if fail_below is not None and min(r["accuracy"] for r in rows) < fail_below else 0)
 
-def save_heatmap(trials, path:Path)->None:
+def save_heatmap(
+    trials, # `Trial`s, at least one
+    path:Path,
+)->None:
     "The heat map as a PNG file, whatever the file is called"
     from matplotlib.figure import Figure
     fig = Figure(figsize=(6, 3.6), layout="constrained")
