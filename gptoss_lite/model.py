@@ -26,11 +26,16 @@ from .rope import YaRNRoPE
 # %% ../nbs/09_model.ipynb #c013
 class RMSNorm(nn.Module):
     "Scale each vector to unit mean square, in float32 or wider, then by a learned weight"
-    def __init__(self, dim:int, eps:float=1e-5):
+    def __init__(self,
+        dim:int, # C, numbers in a vector
+        eps:float=1e-5, # added to the mean square, so that a vector of zeros gives zeros
+    ):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
-    def forward(self, x:Tensor)->Tensor: # shaped and typed like `x`, `(..., C)`
+    def forward(self,
+        x:Tensor, # `(..., C)`, of any float type
+    )->Tensor: # shaped and typed like `x`
         w = x.to(torch.promote_types(x.dtype, torch.float32))
         return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
@@ -47,7 +52,11 @@ def swiglu(
 # %% ../nbs/09_model.ipynb #c025
 class Router(nn.Module):
     "Which experts a token takes, and with what weights"
-    def __init__(self, dim:int, n_experts:int, n_active:int):
+    def __init__(self,
+        dim:int, # C, numbers in a token's vector
+        n_experts:int, # to choose from; the shared ones are not among them
+        n_active:int, # A, experts that each token takes
+    ):
         super().__init__()
         self.gate, self.n_active = Linear(dim, n_experts), n_active
 
@@ -79,7 +88,11 @@ def expert_matrices(
 
 class Experts(nn.Module):
     "Experts in two tensors; in a state dict each has its three matrices, `0.w1.weight` and so on"
-    def __init__(self, n:int, dim:int, hidden:int):
+    def __init__(self,
+        n:int, # experts, of three matrices each
+        dim:int, # C, numbers that go in and come out
+        hidden:int, # F, numbers in between
+    ):
         super().__init__()
         self.w13, self.w2 = nn.Parameter(torch.empty(n, 2*hidden, dim)), nn.Parameter(torch.empty(n, dim, hidden))
         with torch.no_grad():
@@ -141,7 +154,9 @@ class MoELayer(nn.Module):
         self.experts = Experts(cfg.n_routed_experts, cfg.d_model, cfg.ffn_dim)
         self.shared_experts = Experts(cfg.n_shared_experts, cfg.d_model, cfg.ffn_dim) if cfg.n_shared_experts else ()
 
-    def forward(self, x:Tensor)->tuple[Tensor,Tensor]: # `(B, T, C)` like `x`, and the balancing loss, a scalar
+    def forward(self,
+        x:Tensor, # Normed residuals, `(B, T, C)`; tokens do not see each other here
+    )->tuple[Tensor,Tensor]: # `(B, T, C)` like `x`, and the balancing loss, a scalar
         flat = x.reshape(-1, x.shape[-1])
         weights, experts, probs = self.router(flat)
         out = self.experts(flat, experts, weights)
@@ -256,7 +271,9 @@ def enable_gradient_checkpointing(self:GPTOSS,
     self.checkpoint_every = every
 
 # %% ../nbs/09_model.ipynb #c107
-def tensor_digest(tensors:dict[str,Tensor])->str: # sha256, hex
+def tensor_digest(
+    tensors:dict[str,Tensor], # by name, on any device; two names of one storage count twice
+)->str: # sha256, hex
     "Digest of names, types, shapes and bytes, in the order of the names; safetensors has no checksum of its own"
     h = hashlib.sha256()
     for name in sorted(tensors):
