@@ -76,7 +76,16 @@ def with_pending(cache, ids):
     "All that is to be read, `(B, T)`: the ids that are pending, and new ones"
     return ids if cache.pending is None else torch.cat([cache.pending.to(ids), ids], 1)
 
-def read(model, caches, texts, chunk, memo, then=None, progress=None, room=None):
+def read(
+    model,
+    caches, # one for all rows of a single text, or one for each text
+    texts, # what is to be read, pending ids included, `(B, T)`, or `(1, T)` each
+    chunk, # tokens of all texts that are read together, at most
+    memo, # clamped sinks by `id(attn)`, filled here
+    then=None, # called with the logits after each text, `(rows, V)`; None leaves the last token of each pending
+    progress=None, # called with the tokens read and all of them, after each pass
+    room=None, # tokens to come; None reserves nothing
+): # what `then` makes
     "Read texts, of which `then` makes something at the end; `room` tokens are reserved behind what an empty cache will read"
     leave = 0 if then else 1
     total = left = sum(t.shape[1] - leave for t in texts)
