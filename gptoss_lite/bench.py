@@ -94,7 +94,9 @@ class Ours:
         "Read new tokens"
         return prefill(self.model, ids, self.cache, sink_bias_cache=self.sinks)
 
-    def comparable(self): return nullcontext() # what makes the logits those of `GPTOSS`, where more than the cache differs
+    def comparable(self):
+        "What makes the logits those of `GPTOSS`, where more than the cache differs"
+        return nullcontext()
 
     sizes = staticmethod(lambda cfg: cfg) # the model that it runs
     weights = staticmethod(lambda cfg: 0) # parameters beside those of the model
@@ -104,9 +106,16 @@ class Ours:
 # %% ../nbs/14_bench.ipynb #c020
 class Concat(Ours):
     "Our model over a cache that concatenates: everything is kept, and every token copies it"
-    def __init__(self, model:GPTOSS, room:int): self.model, self.sinks, self.cache = model, {}, ConcatKVCache()
-    def fill(self, layer_idx:int, k_rot:Tensor, v:Tensor)->None: self.cache.kv[layer_idx] = k_rot.clone(), v.clone()
-    def feed(self, ids:Tensor)->Tensor:
+    def __init__(self,
+        model:GPTOSS,
+        room:int, # not looked at: concatenation cannot make room beforehand
+    ): self.model, self.sinks, self.cache = model, {}, ConcatKVCache()
+    def fill(self,
+        layer_idx:int,
+        k_rot:Tensor, # rotated keys, `(B, Hkv, T, D)`; copied, as all competitors get the same
+        v:Tensor, # values, shaped like `k_rot`
+    )->None: self.cache.kv[layer_idx] = k_rot.clone(), v.clone()
+    def feed(self, ids:Tensor)->Tensor: # logits after the last `(B, V)`
         x = forward_step(self.model, ids, self.cache.n_tokens, self.cache, self.sinks)
         return self.model.logits(x[:, -1:])[:, -1]
     held = staticmethod(lambda cfg, T, dtype: kv_cache_bytes(cfg, T, dtype=dtype, full=True))
@@ -114,7 +123,7 @@ class Concat(Ours):
 # %% ../nbs/14_bench.ipynb #c022
 class Specification(Ours):
     "Append, then get; K and V repeated for all query heads; a column for the sink; a mask over the history; the head on all positions"
-    def feed(self, ids:Tensor)->Tensor:
+    def feed(self, ids:Tensor)->Tensor: # logits after the last `(B, V)`; those of the others are computed, too
         model, x = self.model, self.model.embed(ids)
         tables = model.tables(torch.arange(ids.shape[1], device=ids.device) + self.cache.n_tokens)
         for i, (block, (cos, sin)) in enumerate(zip(model.blocks, tables)):
@@ -122,7 +131,14 @@ class Specification(Ours):
             x = x + block.moe(block.norm2(x))[0]
         return model.head(model.norm(x))[:, -1]
 
-    def attention(self, layer_idx, attn, x, cos, sin):
+    def attention(self,
+        layer_idx,
+        attn, # the layer's `GPTOSSAttention`, for its projections and sinks
+        x, # normed residuals of the new tokens, `(B, T, C)`
+        cos, # of the new tokens, `(T, D/2)`
+        sin, # of the new tokens, `(T, D/2)`
+    ): # what is added to the residuals, `(B, T, C)`
+        "Store, then attend over what is held: of a prompt beyond the window early queries see too few keys"
         (B, T, _), H, D, dtype = x.shape, attn.n_heads, attn.head_dim, x.dtype
         q = apply_rope(attn.q_proj(x).view(B, T, H, D).transpose(1, 2), cos, sin)
         k, v = attn.kv_proj(x).view(B, T, 2, attn.n_kv_heads, D).permute(2, 0, 3, 1, 4)
@@ -155,7 +171,9 @@ def hf_config(cfg:ModelConfig): # a transformers.GptOssConfig
         rms_norm_eps=cfg.rms_norm_eps, max_position_embeddings=cfg.eval_max_seq_len, rope_parameters=rope,
         attn_implementation="eager")
 
-def hf_order(x:Tensor)->Tensor: # `(..., D)`
+def hf_order(
+    x:Tensor, # keys, or a projection with its rows along the last axis, `(..., D)`
+)->Tensor: # `(..., D)`, first the even coordinates, then the odd ones
     "Coordinates from our pairs (2i, 2i+1) to theirs (i, i+D/2)"
     return torch.cat([x[..., 0::2], x[..., 1::2]], -1)
 
@@ -195,23 +213,34 @@ _TWINS = WeakKeyDictionary() # one copy for all runs of a model
 
 class Transformers(Ours):
     "transformers' GPT-OSS, eager attention (all that runs on a CPU), `DynamicCache`"
-    def __init__(self, model:GPTOSS, room:int):
+    def __init__(self,
+        model:GPTOSS,
+        room:int, # tokens in all; only the caches that allocate ahead look at it
+    ):
         if model not in _TWINS: _TWINS[model] = hf_model(model)
         self.model, self.hf, self.cache = model, _TWINS[model], self.new_cache(_TWINS[model].config, room)
         params = signature(type(self.hf).forward).parameters
         self.keyword = "cache" if "cache" in params else "past_key_values" # it was renamed
 
-    def new_cache(self, config, room):
+    def new_cache(self,
+        config, # a transformers.GptOssConfig, which says what kind each layer is
+        room, # tokens in all; not looked at here
+    ):
+        "An empty cache"
         from transformers import DynamicCache
         return DynamicCache(config=config)
 
-    def fill(self, layer_idx:int, k_rot:Tensor, v:Tensor)->None:
+    def fill(self,
+        layer_idx:int,
+        k_rot:Tensor, # rotated keys, `(B, Hkv, T, D)`, their pairs in our order
+        v:Tensor, # values, shaped like `k_rot`
+    )->None:
         self.cache.update(hf_order(k_rot), v, layer_idx)
         layer = self.cache.layers[layer_idx]
         if layer.is_sliding: layer.keys, layer.values = layer.keys.clone(), layer.values.clone() # or the view keeps all T
 
     attention = "eager" # what it is registered as
-    def feed(self, ids:Tensor)->Tensor:
+    def feed(self, ids:Tensor)->Tensor: # logits after the last `(B, V)`, in float32
         self.hf.set_attn_implementation(self.attention) # one copy serves several rivals
         return self.hf(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.keyword: self.cache}).logits[:, -1].float()
 
@@ -244,10 +273,17 @@ class Transformers(Ours):
 
 class TransformersStatic(Transformers):
     "The same with a `StaticCache`: all slots are allocated at once, and attention runs over all of them"
-    def new_cache(self, config, room):
+    def new_cache(self,
+        config, # a transformers.GptOssConfig
+        room, # slots of a global layer; a windowed one has W of them at most
+    ):
         from transformers import StaticCache
         return StaticCache(config=config, max_cache_len=room)
-    def fill(self, layer_idx:int, k_rot:Tensor, v:Tensor)->None: self.cache.update(hf_order(k_rot), v, layer_idx)
+    def fill(self,
+        layer_idx:int,
+        k_rot:Tensor, # rotated keys, `(B, Hkv, T, D)`, their pairs in our order
+        v:Tensor, # values, shaped like `k_rot`
+    )->None: self.cache.update(hf_order(k_rot), v, layer_idx)
 
 COMPETITORS = {"ours": Ours, "concat": Concat, "specification": Specification,
                "transformers": Transformers, "transformers-static": TransformersStatic}
@@ -255,15 +291,25 @@ COMPETITORS = {"ours": Ours, "concat": Concat, "specification": Specification,
 # %% ../nbs/14_bench.ipynb #c031b
 class WithOurCache(Transformers):
     "transformers' GPT-OSS and its eager attention over our cache"
-    def new_cache(self, config, room):
+    def new_cache(self,
+        config, # a transformers.GptOssConfig
+        room, # tokens that the global layers reserve
+    ):
         from gptoss_lite.hf import mixed_cache
         return mixed_cache(config, max_length=room)
-    def fill(self, layer_idx:int, k_rot:Tensor, v:Tensor)->None: self.cache.update(hf_order(k_rot), v, layer_idx)
+    def fill(self,
+        layer_idx:int,
+        k_rot:Tensor, # rotated keys, `(B, Hkv, T, D)`, their pairs in our order
+        v:Tensor, # values, shaped like `k_rot`
+    )->None: self.cache.update(hf_order(k_rot), v, layer_idx)
     held = Ours.held
 
 class WithOurAttention(Transformers):
     "transformers' GPT-OSS and its cache under our attention"
-    def __init__(self, model:GPTOSS, room:int):
+    def __init__(self,
+        model:GPTOSS,
+        room:int, # handed on; transformers' cache does not look at it, ours does
+    ):
         import gptoss_lite.hf # registers it
         super().__init__(model, room)
     attention = "gptoss_lite"
@@ -277,7 +323,10 @@ INSIDE = {"transformers+cache": WithOurCache, "transformers+attention": WithOurA
 RIVALS = COMPETITORS | INSIDE
 
 # %% ../nbs/14_bench.ipynb #c034
-def disagreement(got:Tensor, want:Tensor)->float: # root mean square, relative
+def disagreement(
+    got:Tensor, # logits, or what attention gives
+    want:Tensor, # the same by another way; its size is the unit
+)->float: # root mean square, relative
     "How far logits lie apart, in units of their size"
     return ((got - want).float().square().mean()/want.float().square().mean()).sqrt().item()
 
@@ -294,7 +343,11 @@ def random_ids(model:GPTOSS, T:int, seed:int=0)->Tensor: # `(1, T)`
     "A random text"
     return torch.randint(model.cfg.vocab_size, (1, T), generator=torch.Generator().manual_seed(seed)).to(model.embed.weight.device)
 
-def fill_alike(rivals:list, T:int, seed:int=0)->None: # competitors
+def fill_alike(
+    rivals:list, # objects of `RIVALS`' classes, all of one model, their caches empty
+    T:int,
+    seed:int=0,
+)->None:
     "Give all caches the same random keys and values of `T` tokens"
     model, g = rivals[0].model, torch.Generator().manual_seed(seed)
     like, cfg = model.embed.weight, model.cfg
@@ -312,7 +365,9 @@ def _timed(job, device): # what it returns, and seconds
     start = perf_counter(); out = job(); _wait(device)
     return out, perf_counter() - start
 
-def stats(times:list[float])->dict: # seconds
+def stats(
+    times:list[float], # seconds, at least one
+)->dict: # `seconds` (the median), `fastest`, `slowest`, and their number as `repeats`
     "Median and spread"
     return dict(seconds=median(times), fastest=min(times), slowest=max(times), repeats=len(times))
 
@@ -322,7 +377,7 @@ def rounds(
     names:list[str], # competitors beside ours
     T:int,
     memory:float, # bytes
-)->list[list[str]]:
+)->list[list[str]]: # names, a list for each round; ours is in none of them
     "Who is measured together: all, or as many as fit into memory at once; ours takes part in each round"
     cfg, dtype = model.cfg, model.embed.weight.dtype
     def nbytes(group): # all caches, the weights, and what the greediest step repeats or copies
@@ -338,12 +393,12 @@ def rounds(
 def decode_rows(
     model:GPTOSS,
     contexts:list[int], # tokens in the cache
-    names:list[str]=tuple(COMPETITORS),
-    repeats:int=9,
+    names:list[str]=tuple(COMPETITORS), # in `RIVALS`; ours runs, named or not
+    repeats:int=9, # timed steps, after one that warms up
     budget:float=30., # seconds for one competitor at one length; it gets three steps at least, if one is within the budget
     memory:float=14*2**30, # bytes
     tick=lambda said: None, # told what is going on
-)->Iterator[dict]:
+)->Iterator[dict]: # a row for each length, round and competitor: its time, or why there is none
     "Time decode steps of all competitors in turn, and compare the logits of the first"
     device, dtype, cfg = model.embed.weight.device, model.embed.weight.dtype, model.cfg
     for T in contexts:
@@ -381,13 +436,13 @@ def decode_rows(
 def prefill_rows(
     model:GPTOSS,
     contexts:list[int], # tokens of the prompt
-    names:list[str]=("ours", "specification", "transformers"),
-    repeats:int=3,
+    names:list[str]=("ours", "specification", "transformers"), # in `RIVALS`; ours runs, named or not
+    repeats:int=3, # timed runs of each; fewer where one more would pass the budget
     budget:float=200., # seconds for one competitor at one length
     memory:float=14*2**30, # bytes
     compare:int=512, # tokens whose logits are compared first
     tick=lambda said: None, # told what is going on
-)->Iterator[dict]:
+)->Iterator[dict]: # a row for each length and competitor: its time, or why there is none
     "Time whole prompts; a competitor that would take longer than its budget, or more memory, is passed over with the reason"
     cfg, dtype, device = model.cfg, model.embed.weight.dtype, model.embed.weight.device
     names, error, last = ["ours", *(n for n in names if n != "ours")], {}, {}
@@ -426,8 +481,8 @@ def attention_rows(
     contexts:list[int]=(8192, 131072), # keys
     dtype:torch.dtype=torch.float32,
     device:str="cpu",
-    repeats:int=9,
-)->Iterator[dict]:
+    repeats:int=9, # timed rounds, after one that warms up
+)->Iterator[dict]: # a row for each length and each of three ways
     "One query per head over the keys and values of all global layers, layer after layer: seconds and bytes are those of one layer"
     g, G, L = torch.Generator().manual_seed(0), cfg.n_rep, cfg.n_global
     q, sink = (torch.randn(*shape, generator=g).to(device, dtype) for shape in [(1, cfg.n_heads, 1, cfg.head_dim), (cfg.n_heads,)])
@@ -452,8 +507,8 @@ def windowed_rows(
     contexts:list[int]=(8192, 32768), # tokens of the prompt
     dtype:torch.dtype=torch.float32,
     device:str="cpu",
-    repeats:int=3,
-)->Iterator[dict]:
+    repeats:int=3, # timed runs at each length
+)->Iterator[dict]: # two rows for each length: the layer, and its attention
     "A prefill through one windowed layer, and its attention alone: if the work is linear, the time per token stays"
     one = random_model(cfg.replace(n_layers=1, layer_types=["windowed"], vocab_size=512), dtype, device)
     times = {(n, T): [] for T in contexts for n in ("layer", "attention")}
@@ -468,7 +523,9 @@ def windowed_rows(
         yield dict(what="windowed", competitor="ours", part=n, tokens=T) | stats(t) | dict(seconds_per_token=median(t)/T)
 
 # %% ../nbs/14_bench.ipynb #c051
-def peak_memory(reset:bool=False)->dict: # bytes: resident now, and at most since the last reset
+def peak_memory(
+    reset:bool=False, # forget the peak so far; Linux alone can
+)->dict: # bytes: resident now, and at most since the last reset
     "What this process holds; Linux gives the peak of this process alone, elsewhere it is that of `getrusage`"
     status = Path("/proc/self/status")
     if status.exists():
@@ -481,7 +538,9 @@ def peak_memory(reset:bool=False)->dict: # bytes: resident now, and at most sinc
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
     return dict(now=peak, peak=peak)
 
-def memory_child(job:str)->None: # JSON; runs in a process of its own
+def memory_child(
+    job:str, # JSON: `config`, `dtype`, `tokens`, `competitor`, `phase` and `threads`, as `memory_rows` writes it
+)->None: # one line of JSON on standard output; runs in a process of its own
     "Build the weights, read a prompt or fill the cache, add 16 tokens, and print what it took"
     job = json.loads(job)
     torch.set_num_threads(job["threads"])
@@ -509,13 +568,13 @@ def memory_child(job:str)->None: # JSON; runs in a process of its own
 def memory_rows(
     cfg:ModelConfig,
     contexts:dict[str,list[int]], # for "prefill" and "decode"
-    names:list[str]=tuple(COMPETITORS),
+    names:list[str]=tuple(COMPETITORS), # in `RIVALS`
     dtype:torch.dtype=torch.float32,
-    threads:int|None=None,
+    threads:int|None=None, # of each process; None: as many as here
     budget:float=300., # seconds a process
     memory:float=14*2**30, # bytes
     tick=lambda said: None, # told what is going on
-)->Iterator[dict]:
+)->Iterator[dict]: # a row for each phase, length and competitor: its bytes, or why there are none
     "Peak memory of a prefill with 16 tokens after it, and of decode steps on a filled cache, each in a process of its own"
     name = str(dtype).removeprefix("torch.")
     for phase, T, n in ((p, T, n) for p, Ts in contexts.items() for T in Ts for n in names):
@@ -539,12 +598,12 @@ def inside_rows(
     model:GPTOSS,
     contexts:list[int]=(32768, 131072), # tokens in the cache, for decode steps
     prompts:list[int]=(8192,), # tokens, for time and peak memory
-    repeats:int=5,
+    repeats:int=5, # timed steps; of a prompt at most 3 runs
     budget:float=600., # seconds for one rival at one prompt
     memory:float=14*2**30, # bytes
     threads:int|None=None, # of the processes whose memory is measured
     tick=lambda said: None, # told what is going on
-)->Iterator[dict]:
+)->Iterator[dict]: # the rows of `decode_rows`, of `prefill_rows` and of `memory_rows`
     "transformers as it is, with our cache, with our attention, with both"
     names, dtype = ["transformers", *INSIDE], model.embed.weight.dtype
     yield from decode_rows(model, contexts, names, repeats, memory=memory, tick=tick)
@@ -553,7 +612,7 @@ def inside_rows(
 
 # %% ../nbs/14_bench.ipynb #c055
 def collect(
-    rows:Iterator[dict],
+    rows:Iterator[dict], # of one of the functions above; each is measured when it is asked for
     path:Path|None, # written after each row; nowhere if None
     **head, # what stands before the rows
 )->Iterator[dict]: # the rows, as they come
@@ -567,7 +626,10 @@ def collect(
             os.replace(tmp, path)
         yield row
 
-def describe(row:dict, machine:Hardware)->str: # one line
+def describe(
+    row:dict, # of any kind, measured or skipped
+    machine:Hardware, # whose peaks are 100 %
+)->str: # one line
     "A row as a line of a table"
     who = f"{row['what'] + (' ' + row['phase'] if 'phase' in row else ''):<15} {row['tokens']:>8,}  {row.get('part', row['competitor']):<21}"
     if "skipped" in row: return f"{who} not measured: {row['skipped']}"
@@ -587,12 +649,18 @@ def describe(row:dict, machine:Hardware)->str: # one line
 COLOR = {"ours": "#009E73", "concat": "#E69F00", "specification": "#CC79A7", "transformers": "#0072B2", "transformers-static": "#56B4E9",
          "repeat_kv, then SDPA": "#E69F00", "SDPA, enable_gqa": "#0072B2"}
 
-def measured(results:dict, what:str, **which)->list[dict]: # rows
+def measured(
+    results:dict, # what `collect` wrote, read again
+    what:str, # "decode", "prefill", "attention", "windowed" or "memory"
+    **which, # what else must stand in a row, such as `phase="decode"`
+)->list[dict]: # rows
     "The rows of a kind that were measured"
     rows = [r for r in results["rows"] if r["what"] == what and "skipped" not in r]
     return [r for r in rows if all(r.get(k) == v for k, v in which.items())]
 
-def results_machine(results:dict)->Hardware:
+def results_machine(
+    results:dict, # what `collect` wrote, with the peaks under `machine`
+)->Hardware:
     "The machine of a file, as it was measured then"
     return Hardware(**results["machine"])
 
@@ -602,7 +670,10 @@ def _lines(rows): # one list a competitor, by length; where several rounds measu
         by_length = {T: [r for r in mine if r["tokens"] == T] for T in sorted({r["tokens"] for r in mine})}
         yield n, [sorted(rs, key=lambda r: r.get("seconds", 0))[len(rs)//2] for rs in by_length.values()]
 
-def plot_decode(ax, results:dict)->None:
+def plot_decode(
+    ax,
+    results:dict, # of `gptoss-lite bench decode`
+)->None:
     "Milliseconds a token against the tokens in the cache, with the least that the bytes take"
     machine, rows = results_machine(results), measured(results, "decode")
     for n, line in _lines(rows):
@@ -615,7 +686,11 @@ def plot_decode(ax, results:dict)->None:
     ax.yaxis.set_major_formatter("{x:g}")
     ax.legend(fontsize=8)
 
-def plot_roofline(ax, decode:dict, prefill:dict)->None:
+def plot_roofline(
+    ax,
+    decode:dict, # results of `gptoss-lite bench decode`; their machine's roof is solid
+    prefill:dict, # results of `gptoss-lite bench prefill`; their machine's roof is dotted
+)->None:
     "Work per second against operations per byte: decode steps by the bytes they must read, prefills as if weights and cache moved once"
     for results, style in ((decode, "-"), (prefill, ":")):
         m = results_machine(results)
@@ -632,7 +707,11 @@ def plot_roofline(ax, decode:dict, prefill:dict)->None:
     ax.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s")
     ax.legend(fontsize=8)
 
-def plot_memory(ax, results:dict, phase:str)->None:
+def plot_memory(
+    ax,
+    results:dict, # of `gptoss-lite bench cache`
+    phase:str, # "prefill", or "decode" on a cache that was filled
+)->None:
     "Peak memory above weights against tokens; dashed, the cache by arithmetic"
     rows = measured(results, "memory", phase=phase)
     for n, line in _lines(rows):
