@@ -76,7 +76,7 @@ def toy_kv(
 def counted_kv(
     T:int, # Tokens
     Hkv:int=1, # Key heads; a token's number stands in all of them
-    D:int=2, # Head dimension; and in all coordinates
+    D:int=2, # Head dimension; a token's number stands in all coordinates
     start:int=1, # The number that the first token carries
     dtype:torch.dtype=torch.float32,
 )->tuple[Tensor,Tensor]: # Keys and values, `(1, Hkv, T, D)` each
@@ -99,7 +99,8 @@ KIND_COLOR = {"windowed": "#0072B2", "global": "#D55E00", "mixed": "#009E73", "f
 
 STYLE = {"figure.dpi": 100, "savefig.dpi": 100, "font.size": 10, "axes.titlesize": 10,
          "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-         "grid.color": "#E4E4E4", "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.8, "legend.frameon": False, "figure.facecolor": "white"}
+         "grid.color": "#E4E4E4", "grid.linewidth": 0.6, "axes.axisbelow": True,
+         "lines.linewidth": 1.8, "legend.frameon": False, "figure.facecolor": "white"}
 
 def figure(
     w:float=6.6, # Width, inches
