@@ -44,7 +44,8 @@ class Hardware:
 
 # %% ../nbs/03_roofline.ipynb #c015
 # Source: NVIDIA A100 data sheet (80GB SXM: 312 TFLOPS BF16, 2,039 GB/s)
-A100 = Hardware("A100 80GB SXM", 312e12, 2.04e12, "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/"
+A100 = Hardware("A100 80GB SXM", 312e12, 2.04e12,
+                "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/"
                 "pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf")
 # Source: NVIDIA H100 page (SXM: 1,979 TFLOPS BF16 with sparsity, 3.35 TB/s)
 H100 = Hardware("H100 80GB SXM", 989e12, 3.35e12, "https://www.nvidia.com/en-us/data-center/h100/")
@@ -152,4 +153,5 @@ def measure_this_machine(
     flops = max(2*len(a)**3/best_seconds(lambda: a @ a, device) for a in squares)
     x = torch.ones(many, device=device)
     read = x.numel()*x.element_size()/best_seconds(x.sum, device)
-    return Hardware(f"this machine ({device.type})", flops, read, f"measured, {str(dtype).removeprefix('torch.')}")
+    return Hardware(f"this machine ({device.type})", flops, read,
+                    f"measured, {str(dtype).removeprefix('torch.')}")
