@@ -61,7 +61,8 @@ def slabs_pay(
 )->bool:
     "Whether `slab_linear` is the faster one: a few rows of float32 or float64 on a CPU, no gradients"
     if torch.is_grad_enabled() or weight.device.type != "cpu" or weight.numel() < MIN_NUMEL: return False
-    return (x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64) and x.shape[-1:] == weight.shape[1:]
+    return (x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+            and x.shape[-1:] == weight.shape[1:]
             and 0 < math.prod(x.shape[:-1]) <= FEW_ROWS and n_slabs(len(weight)) > 1
             and torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"))
 
