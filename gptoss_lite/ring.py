@@ -49,12 +49,16 @@ def check_kv(
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: must be a tensor (B, Hkv, T, D); convert it")
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (B, Hkv, T, D); reshape it to four dimensions")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (B, Hkv, T, D); "
+                             "reshape it to four dimensions")
     if 0 in k.shape:
-        raise ValueError(f"k_rot has shape {tuple(k.shape)}: must hold at least 1 token of at least 1 row; skip empty calls")
+        raise ValueError(f"k_rot has shape {tuple(k.shape)}: must hold at least 1 token of at least 1 row; "
+                         "skip empty calls")
     for what in ("shape", "dtype", "device"):
         a, b = getattr(v, what), getattr(k, what)
-        if a != b: raise ValueError(f"v has {what} {a}, k_rot {b}: must be equal; a key and its value belong together")
+        if a != b:
+            raise ValueError(f"v has {what} {a}, k_rot {b}: must be equal; "
+                             "a key and its value belong together")
     if stored is not None: check_like(k, stored)
 
 # %% ../nbs/04_ring.ipynb #c020
@@ -90,7 +94,8 @@ def _spans(self:RingBuffer, T:int)->list[slice]: # one, or two
     "The slots that `T` new tokens are written to, or the newest of them if there are more than slots"
     R = self.slots
     if T >= R: return [slice(0, R)]
-    return [slice(self.head, self.head+T)] if self.head + T <= R else [slice(self.head, R), slice(0, self.head+T-R)]
+    return ([slice(self.head, self.head+T)] if self.head + T <= R else
+            [slice(self.head, R), slice(0, self.head+T-R)])
 
 @patch
 def _write(self:RingBuffer, k:Tensor, v:Tensor)->None:
@@ -128,9 +133,11 @@ def update(self:RingBuffer,
     check_kv(k, v, self.k)
     if k.shape[2] == 1:
         self._write(k, v)
-        return (self.k[:, :, :self.count], self.v[:, :, :self.count]) if self.slots == self.window else self.get()
+        return ((self.k[:, :, :self.count], self.v[:, :, :self.count]) if self.slots == self.window
+                else self.get())
     n = min(self.n_tokens, self.window - 1) # the oldest of W is out of the first query's sight
-    seen = tuple(torch.cat([*self._newest(old, n), new], dim=2) for old, new in ((self.k, k), (self.v, v))) if n else (k, v)
+    seen = tuple(torch.cat([*self._newest(old, n), new], dim=2)
+                 for old, new in ((self.k, k), (self.v, v))) if n else (k, v)
     self._write(k, v)
     return seen
 
@@ -158,8 +165,8 @@ def rewind(self:RingBuffer,
     "Take back the newest `n` tokens, as if they had never come"
     check_int("n", n, 0, "it counts the newest tokens, which are taken back")
     if n > self.rewindable:
-        raise ValueError(f"n={n}: must be at most {self.rewindable}, as what came before has been overwritten (nothing was changed); "
-                         "keep more slots with rewind=, or snapshot() and restore()")
+        raise ValueError(f"n={n}: must be at most {self.rewindable}, as what came before has been "
+                         "overwritten (nothing was changed); keep more slots with rewind=, or snapshot() and restore()")
     self.head, self.kept, self.n_tokens = (self.head - n) % self.slots, self.kept - n, self.n_tokens - n
 
 @patch
@@ -219,7 +226,8 @@ def __deepcopy__(self:RingBuffer, memo)->RingBuffer: return self.fork()
 def _log(self:RingBuffer, T:int)->tuple:
     "What an append of `T` tokens will change"
     spans = self._spans(T) if self.kept + T > self.slots else []
-    return [(s, self.k[:, :, s].clone(), self.v[:, :, s].clone()) for s in spans], self.head, self.kept, self.n_tokens
+    return ([(s, self.k[:, :, s].clone(), self.v[:, :, s].clone()) for s in spans],
+            self.head, self.kept, self.n_tokens)
 
 @patch
 def _undo(self:RingBuffer, log:tuple)->None:
