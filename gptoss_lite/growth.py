@@ -33,7 +33,8 @@ class GrowingBuffer:
         self.k = self.v = None # `(B, Hkv, capacity, D)` from the first token on
         self.length = self.copied = 0 # tokens held, old tokens copied by growing so far
         self._reserved = 0 # slots to begin with
-        self._holders, self._marks = WeakSet([self]), WeakSet() # buffers over these slots, lengths to come back to
+        # buffers over these slots, lengths to come back to
+        self._holders, self._marks = WeakSet([self]), WeakSet()
 
     @property
     def capacity(self)->int:
@@ -74,8 +75,9 @@ def check_room(self:GrowingBuffer,
 )->None:
     "Raise when `n_tokens` pass the cap"
     if n_tokens > self.max_tokens:
-        raise ValueError(f"{n_tokens} tokens: must be at most max_tokens={self.max_tokens} (this layer holds {self.length}, and "
-                         "nothing was changed); shorten the sequence, reset(), or build the cache with a larger max_tokens")
+        raise ValueError(f"{n_tokens} tokens: must be at most max_tokens={self.max_tokens} (this layer holds "
+                         f"{self.length}, and nothing was changed); shorten the sequence, reset(), "
+                         "or build the cache with a larger max_tokens")
 
 @patch
 def append(self:GrowingBuffer,
@@ -144,7 +146,9 @@ def rewind(self:GrowingBuffer,
 )->None:
     "Take back the newest `n` tokens, as if they had never come; nothing is freed"
     check_int("n", n, 0, "it counts the newest tokens, which are taken back")
-    if n > self.length: raise ValueError(f"n={n}: must be at most {self.length}, the tokens held; nothing was changed, take back fewer")
+    if n > self.length:
+        raise ValueError(f"n={n}: must be at most {self.length}, the tokens held; nothing was changed, "
+                         "take back fewer")
     self.length -= n
 
 @patch
@@ -172,7 +176,8 @@ def restore(self:GrowingBuffer,
 )->None:
     "Be again what the buffer was, any number of times, or raise and change nothing"
     if mark not in self._marks:
-        raise ValueError("mark: something has been written below its length, or it is another buffer's; nothing was changed, take a new one")
+        raise ValueError("mark: something has been written below its length, or it is another buffer's; "
+                         "nothing was changed, take a new one")
     self.length = mark.length
 
 # %% ../nbs/05_growth.ipynb #c063
