@@ -30,7 +30,8 @@ class RaggedKVCache:
             if not isinstance(c, MixedKVCache):
                 raise TypeError(f"rows holds a {type(c).__name__}: must be MixedKVCaches of one row each")
             if c.batch_size not in (None, 1):
-                raise ValueError(f"rows holds a cache of {c.batch_size} rows: must have 1; use select([b]) for each row")
+                raise ValueError(f"rows holds a cache of {c.batch_size} rows: must have 1; "
+                                 "use select([b]) for each row")
         self.max_tokens, self.max_rewind, self.rows = max_tokens, rewind, list(rows or [])
 
     def new_rows(self,
@@ -70,7 +71,8 @@ class Packed:
 
     def positions(self, device=None)->Tensor: # `(N,)`
         "Where each token stands in its own text"
-        return torch.cat([torch.arange(c.n_tokens, c.n_tokens + n, device=device) for c, n in zip(self.caches, self.lengths)])
+        return torch.cat([torch.arange(c.n_tokens, c.n_tokens + n, device=device)
+                          for c, n in zip(self.caches, self.lengths)])
 
     def update(self,
         layer_idx:int, # layer, counted from 0
