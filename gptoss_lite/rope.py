@@ -18,7 +18,8 @@ def yarn_pair_at(
     cfg:ModelConfig,
 )->float: # i, a real-valued pair index
     "The pair whose angle makes `turns` turns over the original context"
-    return cfg.head_dim * math.log(cfg.yarn_original_max_seq_len / (2*math.pi*turns)) / (2*math.log(cfg.rope_theta))
+    return (cfg.head_dim * math.log(cfg.yarn_original_max_seq_len / (2*math.pi*turns))
+            / (2*math.log(cfg.rope_theta)))
 
 # %% ../nbs/07_rope.ipynb #c041
 def yarn_ramp(cfg:ModelConfig)->Tensor: # `(D/2,)` float64, 0 keeps a pair's frequency, 1 divides it by the scale
@@ -52,9 +53,11 @@ def _float64_home(device): # where angles for tables on `device` can be computed
 # %% ../nbs/07_rope.ipynb #c072
 def _check_positions(positions):
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise TypeError(f"positions has dtype {positions.dtype}: must be integers; a float cannot hold every position, pass torch.arange(...)")
+        raise TypeError(f"positions has dtype {positions.dtype}: must be integers; "
+                        "a float cannot hold every position, pass torch.arange(...)")
     if positions.dim() > 1:
-        raise ValueError(f"positions has shape {tuple(positions.shape)}: must be (T,); all rows of a batch stand at the same positions")
+        raise ValueError(f"positions has shape {tuple(positions.shape)}: must be (T,); "
+                         "all rows of a batch stand at the same positions")
 
 # %% ../nbs/07_rope.ipynb #c073
 class YaRNRoPE:
