@@ -214,14 +214,17 @@ def restore(self:MixedKVCache,
 )->None:
     "Be again what the cache was at `mark`, any number of times, or raise and change nothing"
     self._not_in_a_step("restore")
-    if not isinstance(mark, CacheMark): raise TypeError(f"mark is a {type(mark).__name__}: must come from snapshot()")
+    if not isinstance(mark, CacheMark):
+        raise TypeError(f"mark is a {type(mark).__name__}: must come from snapshot()")
     if mark not in self._marks:
-        raise ValueError("mark is of another cache, or of before reset(), load_cache() or to(): must be of this one as it is; take a new mark")
+        raise ValueError("mark is of another cache, or of before reset(), load_cache() or to(): "
+                         "must be of this one as it is; take a new mark")
     for i, m in mark.layers.items():
         b = self.buffers.get(i)
         if b is None or (m not in b._marks if isinstance(m, Mark) else m.k.shape != b.k.shape):
-            raise ValueError(f"mark of {mark.n_tokens} tokens: layer {i} has since been written below that length, after a rewind or "
-                             "a restore, and what lay there is gone (nothing was changed); take marks anew after going back")
+            raise ValueError(f"mark of {mark.n_tokens} tokens: layer {i} has since been written below that "
+                             "length, after a rewind or a restore, and what lay there is gone (nothing was changed); "
+                             "take marks anew after going back")
     for i, b in self.buffers.items():
         if i in mark.layers: b.restore(mark.layers[i])
         else: b.clear()
@@ -231,7 +234,9 @@ def restore(self:MixedKVCache,
 # %% ../nbs/06a_operate.ipynb #c017
 @patch
 def _not_in_a_step(self:MixedKVCache, what:str)->None:
-    if self._step is not None: raise RuntimeError(f"{what} within a step: must come before or after it; the step could not be undone")
+    if self._step is not None:
+        raise RuntimeError(f"{what} within a step: must come before or after it; "
+                           "the step could not be undone")
 
 # %% ../nbs/06a_operate.ipynb #c025
 @patch(as_prop=True)
@@ -247,8 +252,9 @@ def rewind(self:MixedKVCache,
     self._not_in_a_step("rewind")
     check_int("n", n, 0, "it counts the newest tokens, which are taken back")
     if n > self.rewindable:
-        raise ValueError(f"n={n}: must be at most {self.rewindable} (of {self.n_tokens} tokens, in a cache of rewind={self.max_rewind}; nothing "
-                         "was changed); build the cache with a larger rewind=, or use snapshot() and restore()")
+        raise ValueError(f"n={n}: must be at most {self.rewindable} (of {self.n_tokens} tokens, in a cache "
+                         f"of rewind={self.max_rewind}; nothing was changed); "
+                         "build the cache with a larger rewind=, or use snapshot() and restore()")
     if n == 0: return
     for b in self.buffers.values():
         if b.n_tokens: b.rewind(n)
@@ -263,7 +269,8 @@ def step(self:MixedKVCache):
     log = self._step = []
     try:
         yield self
-        if outer is not None: outer.extend(log) # what an inner step has done is for the outer one to undo, too
+        # what an inner step has done is for the outer one to undo, too
+        if outer is not None: outer.extend(log)
     except BaseException:
         for buf, what in reversed(log): buf._undo(what)
         self.buffers, self.pending, self._reserved = before
@@ -349,6 +356,8 @@ def __repr__(self:MixedKVCache)->str:
     if rings: layers.append(f"{len(rings)} windowed (W={', '.join(map(str, sorted({b.window for b in rings})))})")
     if len(rings) < len(held): layers.append(f"{len(held) - len(rings)} global")
     size = lambda n: f"{n/2**20:,.1f} MiB"
-    more = [f"{size(n)} shared" for n in [self.shared_nbytes] if n] + [f"{n} can be taken back" for n in [self.rewindable] if n]
-    return (f"<MixedKVCache: {self.n_tokens:,} tokens, batch {k.shape[0]}, layers: {' + '.join(layers)}, {k.dtype} on {k.device}, "
+    more = ([f"{size(n)} shared" for n in [self.shared_nbytes] if n]
+            + [f"{n} can be taken back" for n in [self.rewindable] if n])
+    return (f"<MixedKVCache: {self.n_tokens:,} tokens, batch {k.shape[0]}, layers: {' + '.join(layers)}, "
+            f"{k.dtype} on {k.device}, "
             f"{', '.join([f'{size(self.used_nbytes)} held of {size(self.nbytes)} reached', *more])}>")
