@@ -336,12 +336,13 @@ def causal_attention(
     "Attention under the band `0 <= q - k < W`, with grouped heads and sinks, without expanded keys and without a mask over the history"
     _check_attention(q, k, v, sink_bias, window)
     (B, H, T, D), (_, Hkv, S, _) = q.shape, k.shape
-    if not _needs_grad(q, k, v, sink_bias) and varlen_pays(q):
+    grad = _needs_grad(q, k, v, sink_bias)
+    if not grad and varlen_pays(q):
         return apply_sink(*attend_varlen(q, k, v, window), sink_bias).to(q.dtype)
     if window is not None and window < S:
         if T > 1: return apply_sink(*attend_band(q, k, v, window), sink_bias).to(q.dtype)
         k, v, S = k[:, :, -window:], v[:, :, -window:], window
-    if _needs_grad(q, k, v, sink_bias):
+    if grad:
         if T == S: return attend_full_grad(q, k, v, sink_bias)
         out, lse = attend_plain(_rows(q, Hkv), k, v, visible(T, S, device=q.device).repeat(H//Hkv, 1))
         return apply_sink(out.view(B, H, T, D), lse.view(B, H, T), sink_bias).to(q.dtype)

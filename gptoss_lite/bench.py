@@ -193,10 +193,10 @@ def hf_weights(model:GPTOSS)->dict[str,Tensor]: # for transformers' GptOssForCau
         out |= {f"{b}{n}.bias": t.new_zeros(len(t)) for n, t in new.items() if "proj" in n or "router" in n}
         sink = a + "attn.sink_bias"
         out[b + "self_attn.sinks"] = model.blocks[i].attn.clamped_sink().detach() if sink in sd else v.new_full((cfg.n_heads,), -torch.inf)
-        w1, w2, w3 = (torch.stack([sd[f"{a}moe.experts.{e}.w{n}.weight"].mT for e in range(E)]) for n in (1, 2, 3))
-        out[b + "mlp.experts.gate_up_proj"] = torch.stack([w1, w3], -1).flatten(-2) # gate and up take turns
-        out[b + "mlp.experts.gate_up_proj_bias"] = w1.new_tensor([0., -1.]).repeat(E, cfg.ffn_dim) # it multiplies by up + 1
-        out[b + "mlp.experts.down_proj"], out[b + "mlp.experts.down_proj_bias"] = w2, w2.new_zeros(E, C)
+        w13, w2 = (w.detach() for w in model.blocks[i].moe.experts.parameters())
+        out[b + "mlp.experts.gate_up_proj"] = w13.unflatten(1, (2, -1)).permute(0, 3, 2, 1).flatten(2) # gate and up take turns
+        out[b + "mlp.experts.gate_up_proj_bias"] = w13.new_tensor([0., -1.]).repeat(E, cfg.ffn_dim) # it multiplies by up + 1
+        out[b + "mlp.experts.down_proj"], out[b + "mlp.experts.down_proj_bias"] = w2.mT.contiguous(), w2.new_zeros(E, C)
     return out | {"model.embed_tokens.weight": sd["embed.weight"], "model.norm.weight": sd["norm.weight"], "lm_head.weight": sd["head.weight"]}
 
 def hf_model(model:GPTOSS): # a transformers.GptOssForCausalLM

@@ -32,15 +32,19 @@ class MixedKVCache:
         self._reserved = 0 # slots for global layers to begin with
         self._marks = WeakSet() # what can be restored
 
+    @property
+    def _filled(self): # buffers that hold something; one that was emptied keeps its slots
+        return {i: b for i, b in self.buffers.items() if b.n_tokens}
+
     def __len__(self)->int: # highest written layer index + 1
-        return max((i for i, b in self.buffers.items() if b.n_tokens), default=-1) + 1
+        return max(self._filled, default=-1) + 1
 
     def __bool__(self)->bool: return True # an empty cache is still a cache
 
     @property
     def n_tokens(self)->int:
         "Tokens that every written layer has seen"
-        return min((b.n_tokens for b in self.buffers.values() if b.n_tokens), default=0)
+        return min((b.n_tokens for b in self._filled.values()), default=0)
 
 # %% ../nbs/06_cache.ipynb #c012
 @patch
@@ -50,7 +54,7 @@ def _new_buffer(self:MixedKVCache, k_rot:Tensor, v:Tensor,
     buf = RingBuffer(window, self.max_rewind) if is_windowed else GrowingBuffer(self.max_tokens)
     if not is_windowed: buf.reserve(self._reserved)
     check_kv(k_rot, v)
-    other = next((b for b in self.buffers.values() if b.n_tokens), None) # any layer will do: all were compared like this
+    other = next(iter(self._filled.values()), None) # any layer will do: all were compared like this
     if other is not None: check_like(k_rot, other.k, ("batch size", "dtype", "device"))
     return buf
 
@@ -190,7 +194,7 @@ from .ring import RingBuffer, RingMark, check_int
 class CacheMark:
     "A state of a cache to come back to: copies of its rings, the lengths of the other layers, and the pending ids"
     def __init__(self, cache):
-        self.layers = {i: b.snapshot() for i, b in cache.buffers.items() if b.n_tokens}
+        self.layers = {i: b.snapshot() for i, b in cache._filled.items()}
         self.pending = None if cache.pending is None else cache.pending.clone()
         self.n_tokens, self._reserved = cache.n_tokens, cache._reserved
 
@@ -242,7 +246,8 @@ def _not_in_a_step(self:MixedKVCache, what:str)->None:
 @patch(as_prop=True)
 def rewindable(self:MixedKVCache)->int: # tokens, at most `rewind=` of the constructor
     "How many of the newest tokens can be taken back now"
-    return min([self.max_rewind, *(b.rewindable for b in self.buffers.values() if b.n_tokens)]) if self.n_tokens else 0
+    held = self._filled
+    return min(self.max_rewind, *(b.rewindable for b in held.values())) if held else 0
 
 @patch
 def rewind(self:MixedKVCache,
@@ -256,8 +261,7 @@ def rewind(self:MixedKVCache,
                          f"of rewind={self.max_rewind}; nothing was changed); "
                          "build the cache with a larger rewind=, or use snapshot() and restore()")
     if n == 0: return
-    for b in self.buffers.values():
-        if b.n_tokens: b.rewind(n)
+    for b in self._filled.values(): b.rewind(n)
     self.pending = None
 
 # %% ../nbs/06a_operate.ipynb #c030
@@ -266,8 +270,9 @@ def rewind(self:MixedKVCache,
 def step(self:MixedKVCache):
     "Undo what the block has appended if it raises, in all layers: `with cache.step(): ...` around the forward pass of a few new tokens"
     outer, before = self._step, (dict(self.buffers), self.pending, self._reserved)
-    log = self._step = []
+    log = []
     try:
+        self._step = log
         yield self
         # what an inner step has done is for the outer one to undo, too
         if outer is not None: outer.extend(log)
@@ -282,7 +287,7 @@ def step(self:MixedKVCache):
 def _derive(self:MixedKVCache, buf, ids)->MixedKVCache:
     "A cache of `buf(b)` for every buffer `b`, and of `ids` of the pending ids"
     new = MixedKVCache(max_tokens=self.max_tokens, rewind=self.max_rewind)
-    new.buffers, new._reserved = {i: buf(b) for i, b in self.buffers.items() if b.n_tokens}, self._reserved
+    new.buffers, new._reserved = {i: buf(b) for i, b in self._filled.items()}, self._reserved
     if self.pending is not None: new.pending = ids(self.pending)
     return new
 
@@ -304,7 +309,7 @@ def shared_nbytes(self:MixedKVCache)->int: # bytes
 @patch(as_prop=True)
 def batch_size(self:MixedKVCache)->int|None: # None while nothing is held
     "Rows"
-    held = [b.k for b in self.buffers.values() if b.n_tokens] + [self.pending]
+    held = [b.k for b in self._filled.values()] + [self.pending]
     return None if held[0] is None else held[0].shape[0]
 
 @patch
@@ -349,7 +354,7 @@ def to(self:MixedKVCache,
 
 @patch
 def __repr__(self:MixedKVCache)->str:
-    held = {i: b for i, b in self.buffers.items() if b.n_tokens}
+    held = self._filled
     if not held: return "<MixedKVCache: empty>"
     rings = [b for b in held.values() if isinstance(b, RingBuffer)]
     k, layers = next(iter(held.values())).k, []

@@ -6,14 +6,13 @@
 __all__ = ['fingerprint', 'save_cache', 'load_cache']
 
 # %% ../nbs/09d_files.ipynb #c002
-import json, os
+import json
 from pathlib import Path
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from .cache import MixedKVCache
 from .growth import GrowingBuffer
-from .model import GPTOSS, _read, _same, _text_digest, tensor_digest
+from .model import GPTOSS, _read, _same, _write, tensor_digest
 from .ring import RingBuffer
 
 # %% ../nbs/09d_files.ipynb #c010
@@ -68,22 +67,17 @@ def save_cache(
     weights:str|None=None, # `fingerprint(model)`, where it is known already
 )->None:
     "Write the tokens held, their ids, and what is needed to trust them to one safetensors file; an interrupted save leaves the old file"
-    path, held, n = Path(path), {i: b for i, b in cache.buffers.items() if b.n_tokens}, cache.n_tokens
+    path, held, n = Path(path), cache._filled, cache.n_tokens
     if not path.parent.is_dir(): raise FileNotFoundError(f"path={str(path)!r}: its folder does not exist; make the folder first")
     if len({b.n_tokens for b in held.values()}) > 1 or cache.pending is not None and not cache.pending.numel():
         raise ValueError("cache holds part of a step that was broken off: must hold whole steps; reset() it")
     tensors = {f"{i}.{x}": t.detach().cpu().contiguous() for i, b in held.items() for x, t in zip("kv", _held(b))}
     _check_layers(path, model, tensors, n, cache.max_rewind)
     meta = dict(format=_FORMAT, config=json.dumps(model.cfg.to_dict()), weights=weights or fingerprint(model),
-                n_tokens=str(n), rewind=str(cache.max_rewind), digest=tensor_digest(tensors),
+                n_tokens=str(n), rewind=str(cache.max_rewind),
                 token_ids=json.dumps(None if ids is None else _texts(cache, ids).tolist()),
                 pending=json.dumps(None if cache.pending is None else cache.pending.tolist()))
-    meta["text_digest"] = _text_digest(meta)
-    tmp = path.with_name(path.name + ".part")
-    try:
-        save_file(tensors, tmp, metadata=meta)
-        os.replace(tmp, path)
-    finally: tmp.unlink(missing_ok=True)
+    _write(path, tensors, meta)
 
 # %% ../nbs/09d_files.ipynb #c024
 def load_cache(
@@ -94,10 +88,9 @@ def load_cache(
     weights:str|None=None, # `fingerprint(model)`, where it is known already
 )->tuple[MixedKVCache,Tensor|None]: # the cache, and the ids of its tokens, `(B, n_tokens)`, if they were saved
     "Read a file of `save_cache`; where it is damaged, or is not this model's, a `ValueError` says so and nothing has changed"
-    tensors, meta = _read(path)
+    tensors, meta = _read(path, _FORMAT)
     bad = lambda why: ValueError(f"path={str(path)!r}: {why}")
     if meta.get("format") != _FORMAT: raise bad(f"its format is {meta.get('format')!r}, not {_FORMAT!r}; it is no cache, or one of another version")
-    _same(path, "metadata do", _text_digest(meta), meta.get("text_digest"))
     try:
         theirs, n, rewind = dict(json.loads(meta["config"])), int(meta["n_tokens"]), int(meta["rewind"])
         ids, pending, made_by, digest = json.loads(meta["token_ids"]), json.loads(meta["pending"]), meta["weights"], meta["digest"]

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from .cache import MixedKVCache
 from .model import GPTOSS
 from .ragged import RaggedKVCache
-from .reading import _attn_forward_layer, check_ids, evaluating, forward_step, prefill, read, score, with_pending
+from .reading import _attn_forward_layer, _check_untouched, check_ids, evaluating, forward_step, prefill, read, score, with_pending
 from .ring import check_int
 from .sampling import boltzmann, check_sampling, make_generators, nucleus, sample
 from .text import stop_strings, until_stop, whole_characters
@@ -40,7 +40,7 @@ def _check_prompts(input_ids, vocab_size):
 def _check_cache(model, input_ids, cache):
     "Refuse a cache that this model and this batch cannot continue"
     way_out = "must be equal; use another cache or reset()"
-    B, L, held = input_ids.shape[0], len(model.blocks), {i: b for i, b in cache.buffers.items() if b.n_tokens}
+    B, L, held = input_ids.shape[0], len(model.blocks), cache._filled
     if held and set(held) != set(range(L)):
         raise ValueError(f"cache holds {len(held)} layers, this model has {L}: {way_out}")
     if len({b.n_tokens for b in held.values()}) > 1:
@@ -104,10 +104,7 @@ def _cached(model, texts, caches, chunk, room, choose, progress):
     def feed(live, choose=choose):
         nonlocal progress
         mine = [caches[i] for i in live]
-        for c, (pending, n) in zip(mine, [left[i] for i in live]):
-            if c.pending is not pending or c.n_tokens != n:
-                raise ValueError(f"cache holds {c.n_tokens} tokens, this stream left {n}: it was used or reset by another call since; "
-                                 "give each stream a cache of its own")
+        for i, c in zip(live, mine): _check_untouched(c, *left[i])
         unread = [texts[i] for i in live]
         def then(logits):
             new = choose(logits, live)

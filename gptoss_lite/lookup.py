@@ -13,7 +13,7 @@ from .cache import MixedKVCache
 from .config import ModelConfig
 from .generation import _check_arguments, _check_text, _ends
 from .model import GPTOSS
-from .reading import check_ids, evaluating, forward_step, read, with_pending
+from .reading import _check_untouched, check_ids, evaluating, forward_step, read, with_pending
 from .ring import check_int
 from .roofline import Cost, decode_parts
 
@@ -92,9 +92,7 @@ def _passes_of(model, ids, cache, left, guess, ends, chunk):
     if not left: # read the prompt all the same
         with evaluating(model): read(model, [cache], [text], chunk, memo, room=0)
     while left:
-        if cache.pending is not waiting or cache.n_tokens != n:
-            raise ValueError(f"cache holds {cache.n_tokens} tokens, this stream left {n}: it was used or reset by another call since; "
-                             "give each stream a cache of its own")
+        _check_untouched(cache, waiting, n)
         with evaluating(model):
             if left == room: new = read(model, [cache], [text], chunk, memo, first, room=room) # the prompt
             else: new = _verify(model, cache, guess(text[0], left - 1), memo, left, ends)

@@ -309,17 +309,19 @@ def save_checkpoint(
         if model.head.weight is not model.embed.weight:
             raise ValueError("head.weight is not embed.weight: must be one matrix, as weight_tying=True says; tie them or use weight_tying=False")
         del state["head.weight"]
-    meta = {**(metadata or {}), "format": _FORMAT, "config": json.dumps(model.cfg.to_dict())}
-    meta["digest"] = tensor_digest(state)
-    meta["text_digest"] = _text_digest(meta)
+    _write(path, state, {**(metadata or {}), "format": _FORMAT, "config": json.dumps(model.cfg.to_dict())})
+
+def _write(path, tensors, meta):
+    "One safetensors file with both digests, whole or not at all"
+    meta = meta | {"digest": tensor_digest(tensors)}
     tmp = path.with_name(path.name + ".part")
     try:
-        save_file(state, tmp, metadata=meta)
+        save_file(tensors, tmp, metadata=meta | {"text_digest": _text_digest(meta)})
         os.replace(tmp, path)
     finally: tmp.unlink(missing_ok=True)
 
 # %% ../nbs/09_model.ipynb #c112
-def _read(path):
+def _read(path, ours=_FORMAT):
     "Tensors and metadata of a file whose text is intact"
     path = Path(path)
     if not path.is_file(): raise FileNotFoundError(f"path={str(path)!r}: no such file; save one with save_checkpoint")
@@ -328,7 +330,7 @@ def _read(path):
             meta, state = f.metadata() or {}, {n: f.get_tensor(n).clone() for n in f.keys()}
     except SafetensorError as e:
         raise ValueError(f"path={str(path)!r}: not a whole safetensors file ({e}); copy or save it again") from e
-    if meta.get("format") == _FORMAT or "text_digest" in meta:
+    if meta.get("format") == ours or "text_digest" in meta:
         _same(path, "metadata do", _text_digest(meta), meta.get("text_digest"))
     return state, meta
 
@@ -367,6 +369,8 @@ def load_checkpoint(
 )->GPTOSS:
     "A model with the file's weights; a missing, unexpected or misshaped tensor is a `ValueError` that names it"
     state, meta = _read(path)
+    if meta.get("format", "").startswith("gptoss_lite cache"):
+        raise ValueError(f"path={str(path)!r}: holds a cache, not weights; read it with load_cache")
     if cfg is None:
         if "config" not in meta:
             raise ValueError(f"path={str(path)!r}: has no configuration in its metadata; pass cfg=")

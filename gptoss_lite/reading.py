@@ -72,6 +72,12 @@ def _last(model, caches, texts, memo):
     return x[:, packed.ends].transpose(0, 1)
 
 # %% ../nbs/09c_reading.ipynb #c030
+def _check_untouched(cache, pending, n):
+    "Refuse to go on where a stream left `pending` and `n` tokens and another call has been there since"
+    if cache.pending is not pending or cache.n_tokens != n:
+        raise ValueError(f"cache holds {cache.n_tokens} tokens, this stream left {n}: it was used or reset by another call since; "
+                         "give each stream a cache of its own")
+
 def with_pending(cache, ids):
     "All that is to be read, `(B, T)`: the ids that are pending, and new ones"
     return ids if cache.pending is None else torch.cat([cache.pending.to(ids), ids], 1)

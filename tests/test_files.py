@@ -116,7 +116,7 @@ def test_a_killed_save_leaves_the_old_file(tmp_path, monkeypatch):
     def dies(*args, **kwargs):
         save_file(*args, **kwargs)
         raise KeyboardInterrupt
-    monkeypatch.setattr("gptoss_lite.files.save_file", dies)
+    monkeypatch.setattr("gptoss_lite.model.save_file", dies)
     with pytest.raises(KeyboardInterrupt): save_cache(cache, path, model)
     assert path.read_bytes() == old and [f.name for f in tmp_path.iterdir()] == [path.name]
 
@@ -124,7 +124,7 @@ def test_a_save_that_is_killed_for_good(tmp_path):
     "No clean-up runs: the old file is whole, and the next save writes over the remains"
     code = ("import os, sys; sys.path.insert(0, 'tests'); import test_files as t, gptoss_lite.files as f; model, ids, cache = t.filled()\n"
             "f.save_cache(cache, sys.argv[1], model, ids); print(flush=True)\n"
-            "f.os.replace = lambda *a: os._exit(9)\nf.save_cache(cache, sys.argv[1], model)")
+            "os.replace = lambda *a: os._exit(9)\nf.save_cache(cache, sys.argv[1], model)")
     path = tmp_path/"c.safetensors"
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 9
     model, ids, cache = filled()
@@ -269,6 +269,14 @@ def fuzz(tmp_path, times, seed=0):
         same(snapshot(target), before)
         seen[kind, how] = seen.get((kind, how), 0) + 1
     return seen
+
+def test_each_kind_of_file_names_the_other(tmp_path):
+    model, ids, cache = filled()
+    path = tmp_path/"kind.safetensors"
+    save_cache(cache, path, model, ids)
+    with pytest.raises(ValueError, match="holds a cache, not weights; read it with load_cache"): load_checkpoint(path)
+    save_checkpoint(model, path)
+    with pytest.raises(ValueError, match="is no cache"): load_cache(path, model, cache)
 
 def test_fuzzed_files(tmp_path):
     seen = fuzz(tmp_path, 500)

@@ -475,7 +475,7 @@ def test_peak_memory_of_training_is_linear():
             mask = torch.zeros(1, 1, T, T).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf) if way == "eager" else None
             f = eager_attention_forward if way == "eager" else attention_forward
             f(layer, q, k, v, mask, scaling=0.125, sliding_window=window, s_aux=s)[0].sum().backward()
-        for way, lengths in (("ours", (4096, 8192)), ("eager", (1024, 2048))):
+        for way, lengths in (("ours", (4096, 8192)), ("eager", (2048, 4096))):
             run(way, 128, None)
             before = peak_memory(reset=True)["now"]
             for T in lengths:
@@ -484,8 +484,8 @@ def test_peak_memory_of_training_is_linear():
             print()"""
     (a, b), (c, d) = (map(float, line.split()) for line in python(code).splitlines())
     assert b < 2.5*a and b < 300, f"{a} MiB at 4,096 tokens, {b} at 8,192"
-    assert d > 2.5*c, f"eager: {c} MiB at 1,024 tokens, {d} at 2,048"
-    assert d > b/2  # eager at 2,048 tokens stands where ours is at 8,192
+    assert d > 2.5*c, f"eager: {c} MiB at 2,048 tokens, {d} at 4,096"
+    assert d > b  # eager needs more for 4,096 tokens than this for 8,192
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
