@@ -136,11 +136,15 @@ def attend(
 )->tuple[Tensor,Tensor]: # output and natural-log lse, in float32 or wider
     "One pass over the keys: torch's own kernel on a CPU, plain PyTorch elsewhere"
     R, S = q.shape[2], k.shape[2]
-    if causal and R != S: raise ValueError(f"causal with {R} rows and {S} keys: must be equal; attend the history apart and merge")
+    if causal and R != S:
+        raise ValueError(f"causal with {R} rows and {S} keys: must be equal; "
+                         "attend the history apart and merge")
     if _flash is None or q.device.type != "cpu" or not (q.numel() and k.numel()):
         if mask is not None: return attend_plain(q, k, v, mask)
-        return attend_blocks(q, k, v, causal, block=1024 if q.device.type == "cpu" else max(1024, 2**22//max(R, 1)))  # fewer, larger calls
-    if mask is not None: mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)[None, None]  # it takes numbers
+        return attend_blocks(q, k, v, causal, # elsewhere fewer, larger calls
+                             block=1024 if q.device.type == "cpu" else max(1024, 2**22//max(R, 1)))
+    if mask is not None: # it takes numbers
+        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)[None, None]
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
     (out, lse), wide = _flash(q, k, v, 0., causal, attn_mask=mask), _wide(q)
     return out.to(wide), lse.to(wide)
@@ -175,7 +179,8 @@ def attend_split(
     p = s.softmax(-1)
     lse = s.amax(-1) - p.amax(-1).log() # (11), `(B*Hkv, n, R)`
     keys, starts = _bags(n, R)
-    out = torch.stack([F.embedding_bag(keys, values, starts, mode="sum", per_sample_weights=w.flatten()) for values, w in zip(V, p)])
+    out = torch.stack([F.embedding_bag(keys, values, starts, mode="sum", per_sample_weights=w.flatten())
+                       for values, w in zip(V, p)])
     total = lse.logsumexp(1)
     out = ((lse - total.unsqueeze(1)).exp().unsqueeze(-1) * out.view(B*Hkv, n, R, D)).sum(1) # (10)
     return merge((out.view(B, Hkv, R, D), total.view(B, Hkv, R)), rest)
@@ -185,8 +190,8 @@ def split_pays(
     S:int, # keys
 )->bool:
     "Whether `attend_split` is the faster one: few rows and many keys in float32 or float64 on a CPU"
-    return (q.device.type == "cpu" and q.shape[2] <= SPLIT_ROWS and S >= SPLIT_KEYS and q.dtype in (torch.float32, torch.float64)
-            and torch.backends.mkl.is_available())
+    return (q.device.type == "cpu" and q.shape[2] <= SPLIT_ROWS and S >= SPLIT_KEYS
+            and q.dtype in (torch.float32, torch.float64) and torch.backends.mkl.is_available())
 
 # %% ../nbs/08_attention.ipynb #c082
 def attend_full(
@@ -226,8 +231,9 @@ def attend_band(
     while p < S:
         past, b = min(p, window - 1), min(max(window, 64), BLOCK, S - p)
         n = min(PASS, S - p)//b if past == window - 1 else 1  # blocks that share a mask
-        Q = q[:, :, p-S+T:p-S+T+n*b].unflatten(2, (n, b)).transpose(1, 2).flatten(2, 3)  # `(B*Hkv, n, G*b, D)`
-        K, V = (x[:, p-past:p+n*b].unfold(1, past + b, b).mT for x in (k, v))  # `(B*Hkv, n, past+b, D)`, overlapping
+        # `(B*Hkv, n, G*b, D)`, and `(B*Hkv, n, past+b, D)`, overlapping
+        Q = q[:, :, p-S+T:p-S+T+n*b].unflatten(2, (n, b)).transpose(1, 2).flatten(2, 3)
+        K, V = (x[:, p-past:p+n*b].unfold(1, past + b, b).mT for x in (k, v))
         res = f(Q, K, V, mask=visible(b, past + b, window, q.device).repeat(G, 1))
         parts.append([x.unflatten(2, (G, b)).transpose(1, 2).flatten(2, 3) for x in res])
         p += n*b
@@ -283,7 +289,8 @@ def attend_varlen(
     (H, T), (Hkv, S) = q.shape[1:3], k.shape[1:3]
     ends = [torch.arange(0, n + 1, n, dtype=torch.int32, device=q.device) for n in (T, S)]
     parts = [varlen_attn(*(x.transpose(0, 1) for x in row), *ends, T, S, return_aux=AuxRequest(lse=True),
-                         window_size=(-1 if window is None else window - 1, 0), enable_gqa=H != Hkv) for row in zip(q, k, v)]
+                         window_size=(-1 if window is None else window - 1, 0), enable_gqa=H != Hkv)
+             for row in zip(q, k, v)]
     out, lse = (torch.stack(x).transpose(1, 2) for x in zip(*parts))
     return out, lse.to(_wide(out))
 
@@ -302,28 +309,45 @@ def varlen_pays(
     q:Tensor, # `(B, H, T, D)`
 )->bool:
     "Whether `attend_varlen` can be used: on CUDA, in float16 or bfloat16, with a head size that it knows"
-    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or varlen_attn is None: return False
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or varlen_attn is None:
+        return False
     return q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and _varlen_is_right(q.device, q.dtype)
 
 # %% ../nbs/08_attention.ipynb #c119
 def _check_attention(q, k, v, sink_bias, window):
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor): raise TypeError(f"{name} is a {type(x).__name__}: must be a tensor (B, heads, tokens, D); convert it")
-        if x.dim() != 4: raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (B, heads, tokens, D); reshape it to four dimensions")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: must be a tensor (B, heads, tokens, D); "
+                            "convert it")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (B, heads, tokens, D); "
+                             "reshape it to four dimensions")
         for what in ("dtype", "device"):
             a, b = getattr(x, what), getattr(q, what)
             if a != b: raise ValueError(f"{name} has {what} {a}, q {b}: must be equal; convert one of them")
-    if 0 in q.shape: raise ValueError(f"q has shape {tuple(q.shape)}: must hold at least 1 token of at least 1 row; skip empty calls")
-    if k.shape != v.shape: raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}: must be equal; a key and a value belong together")
+    if 0 in q.shape:
+        raise ValueError(f"q has shape {tuple(q.shape)}: must hold at least 1 token of at least 1 row; "
+                         "skip empty calls")
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}: must be equal; "
+                         "a key and a value belong together")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"q has batch and head_dim {q.shape[0], q.shape[3]}, k {k.shape[0], k.shape[3]}: must be equal; check both tensors")
+        raise ValueError(f"q has batch and head_dim {q.shape[0], q.shape[3]}, k {k.shape[0], k.shape[3]}: "
+                         "must be equal; check both tensors")
     (_, H, T, _), (_, Hkv, S, _) = q.shape, k.shape
-    if not Hkv or H % Hkv: raise ValueError(f"q has {H} heads, k has {Hkv}: must be a multiple; each key head serves a whole number of query heads")
-    if T > S: raise ValueError(f"q has {T} tokens, k has {S}: must be at most as many; pass the keys of the new tokens too")
+    if not Hkv or H % Hkv:
+        raise ValueError(f"q has {H} heads, k has {Hkv}: must be a multiple; "
+                         "each key head serves a whole number of query heads")
+    if T > S:
+        raise ValueError(f"q has {T} tokens, k has {S}: must be at most as many; "
+                         "pass the keys of the new tokens too")
     if window is not None: check_int("window", window, 1, "None is full attention")
     if sink_bias is None: return
-    if not isinstance(sink_bias, Tensor): raise TypeError(f"sink_bias is a {type(sink_bias).__name__}: must be a tensor ({H},); convert it")
-    if sink_bias.shape != (H,): raise ValueError(f"sink_bias has shape {tuple(sink_bias.shape)}: must be ({H},); one logit per query head")
+    if not isinstance(sink_bias, Tensor):
+        raise TypeError(f"sink_bias is a {type(sink_bias).__name__}: must be a tensor ({H},); convert it")
+    if sink_bias.shape != (H,):
+        raise ValueError(f"sink_bias has shape {tuple(sink_bias.shape)}: must be ({H},); "
+                         "one logit per query head")
 
 # %% ../nbs/08_attention.ipynb #c121
 def causal_attention(
@@ -366,7 +390,8 @@ class GPTOSSAttention(nn.Module):
         self.o_proj = Linear(cfg.n_heads*D, C)
         self.sink_bias = nn.Parameter(torch.zeros(cfg.n_heads)) if cfg.sink_bias else None
         self.yarn = YaRNRoPE(cfg)
-        self.n_pruned_dims = 0 if is_windowed else {"pruned": D//4, "full": 0, "none": D//2}[cfg.rope_global_mode]
+        self.n_pruned_dims = (0 if is_windowed else
+                              {"pruned": D//4, "full": 0, "none": D//2}[cfg.rope_global_mode])
 
 # %% ../nbs/08_attention.ipynb #c146
 @patch
@@ -402,5 +427,7 @@ def forward(self:GPTOSSAttention,
     if sink is None: sink = self.clamped_sink()
     window = self.window_size if self.is_windowed else None
     if not isinstance(cache, Packed): out = causal_attention(q, k, v, sink, window)
-    else: out = torch.cat([causal_attention(*qkv, sink, window) for qkv in zip(q.split(cache.lengths, 2), k, v)], 2) # each text alone
+    else: # each text alone
+        out = torch.cat([causal_attention(*qkv, sink, window)
+                         for qkv in zip(q.split(cache.lengths, 2), k, v)], 2)
     return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
