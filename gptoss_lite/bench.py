@@ -8,7 +8,8 @@ __all__ = ['COMPETITORS', 'INSIDE', 'RIVALS', 'AGREE', 'COLOR', 'cpu_name', 'run
            'TransformersStatic', 'WithOurCache', 'WithOurAttention', 'WithBoth', 'disagreement', 'random_model',
            'random_ids', 'fill_alike', 'stats', 'rounds', 'decode_rows', 'prefill_rows', 'attention_rows',
            'windowed_rows', 'peak_memory', 'memory_child', 'memory_rows', 'inside_rows', 'collect', 'describe',
-           'measured', 'results_machine', 'plot_decode', 'plot_roofline', 'plot_memory']
+           'measured', 'results_machine', 'plot_decode', 'plot_roofline', 'plot_memory', 'origin', 'markdown_table',
+           'beside', 'inside']
 
 # %% ../nbs/14_bench.ipynb #c002
 import gc, json, os, platform, re, subprocess, sys
@@ -31,6 +32,7 @@ from .config import ModelConfig, count_parameters, gptoss_502m
 from .generation import forward_step, prefill
 from .memory import kv_bytes_per_token, kv_cache_bytes
 from .model import GPTOSS
+from .passkey import read_log, summarize
 from .reuse import ConcatKVCache
 from .rope import apply_rope
 from .roofline import Cost, Hardware, best_seconds, decode_cost, layer_matrix_flops, measure_this_machine, prefill_attention_flops
@@ -719,3 +721,72 @@ def plot_memory(
     ax.plot(*zip(*sorted({(r["tokens"], r["cache"]) for r in rows})), "k--", label="cache, by arithmetic")
     ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="bytes above weights", title=phase)
     ax.legend(fontsize=8)
+
+# %% ../nbs/14_bench.ipynb #c057d
+def origin(
+    results:dict, # of `collect` or of a passkey run: what it ran on stands under `run`
+)->str: # one line
+    "Machine, versions, day and commit of a file"
+    run = results["run"]
+    said = [run["machine"], f"{run['threads']} thread{'s'*(run['threads'] > 1)}", results.get("dtype"), f"torch {run['torch'].split('+')[0]}",
+            run.get("transformers") and f"transformers {run['transformers']}", run["time"][:10],
+            run.get("commit") and f"commit {run['commit'][:8]}"]
+    return ", ".join(s for s in said if s)
+
+def markdown_table(
+    head:list[str], # names of the columns
+    rows:list[list], # of cells; the first names its row, the others are numbers
+)->str:
+    "A table in Markdown, numbers to the right"
+    line = lambda cells: f"| {' | '.join(map(str, cells))} |"
+    return "\n".join([line(head), "|---|" + "---:|"*(len(head) - 1), *map(line, rows)])
+
+# %% ../nbs/14_bench.ipynb #c057f
+def _number(x): return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+def _beyond_weights(r): return (r["peak"] - r["imported"] - r["weights"])/2**30 # GiB
+
+def _cells(rows, columns, value): # one of each column; in parentheses, as multiples of the first column's
+    got = {n: line[0] for n, line in _lines(rows)}
+    first = got.get(columns[0])
+    if first is None: return ["not yet measured", *["–"]*(len(columns) - 1)]
+    size = lambda r: r.get("times_ours") or value(r) # in rounds of its own, if it was timed
+    times = lambda r: "" if r is first else f" ({_number(size(r)/size(first))} ×)"
+    return [_number(value(got[n])) + times(got[n]) if n in got else "–" for n in columns]
+
+# %% ../nbs/14_bench.ipynb #c057i
+def beside(
+    folder:str|Path, # `results` of the repository
+)->str: # a table in Markdown, and where its times come from
+    "A few rows of the results: ours, and beside it what else could be used"
+    def read(n): return json.loads(f.read_text()) if (f := Path(folder)/f"bench-{n}.json").exists() else dict(rows=[])
+    columns = {"ours": "ours", "transformers": "transformers", "transformers-static": "its static cache", "specification": "the specification"}
+    log, found = Path(folder)/"passkey.jsonl", "not yet measured"
+    if log.exists():
+        top = summarize(read_log(log)[2])[-1]
+        found = f"{top['hits']} of {top['trials']} at {top['length']:,}"
+    rows = [["five-digit keys found", found, *["–"]*(len(columns) - 1)]]
+    def add(label, T, value, what, *names, **which): # from the files of these names
+        them = [r for n in names for r in measured(read(n), what, **which) if r["tokens"] == T]
+        rows.append([label, *_cells(them, list(columns), value)])
+    for T in (8192, 32768, 131072): add(f"a token after {T:,}, ms", T, lambda r: 1000*r["seconds"], "decode", "decode")
+    add("a prompt of 8,192, s", 8192, lambda r: r["seconds"], "prefill", "prefill")
+    add("its memory beyond the weights, GiB", 8192, _beyond_weights, "memory", "cache", "hf", phase="prefill")
+    add("a prompt of 131,072, s", 131072, lambda r: r["prefill_seconds"], "memory", "128k", phase="prefill")
+    add("its memory beyond the weights, GiB", 131072, _beyond_weights, "memory", "128k", phase="prefill")
+    timed = dict.fromkeys(origin(res) for n in ("decode", "prefill") if "run" in (res := read(n)))
+    return "\n\n".join([markdown_table(["", *columns.values()], rows), *(f"Times: {o}." for o in timed)])
+
+def inside(
+    folder:str|Path, # `results` of the repository
+)->str: # a table in Markdown, and where it comes from; empty where nothing was measured
+    "transformers' GPT-OSS with our cache and our attention, with one of them, and as it is"
+    file = Path(folder)/"bench-hf.json"
+    if not file.exists(): return ""
+    res, rows = json.loads(file.read_text()), []
+    columns = {"transformers+both": "with both", "transformers+attention": "our attention", "transformers+cache": "our cache", "transformers": "as it is"}
+    for what, label, value in (("decode", "a token after {:,}, ms", lambda r: 1000*r["seconds"]), ("prefill", "a prompt of {:,}, s", lambda r: r["seconds"]),
+                               ("memory", "memory beyond the weights for {:,}, GiB", _beyond_weights)):
+        for T in sorted({r["tokens"] for r in measured(res, what)}):
+            them = [r for r in measured(res, what) if r["tokens"] == T]
+            rows.append([label.format(T), *_cells(them, list(columns), value)])
+    return f"{markdown_table(['', *columns.values()], rows)}\n\n{origin(res)}."

@@ -6,7 +6,7 @@
 __all__ = ['WORDS', 'NEEDLE', 'QUESTION', 'ANSWER', 'OTHER_WORDS', 'GRASS', 'PROSE', 'HAYSTACKS', 'WORDINGS', 'DEPTHS',
            'LOG_START', 'TARGETS', 'make_filler_text', 'Wording', 'CharTokenizer', 'load_tokenizer', 'PromptBuilder',
            'depth_of', 'PasskeyEvaluator', 'Trial', 'alike', 'wilson_interval', 'read_log', 'TrialLog', 'work',
-           'summarize', 'plot_heatmap', 'load_pretrained', 'target_at']
+           'summarize', 'plot_heatmap', 'load_pretrained', 'target_at', 'verdict', 'plot_matches']
 
 # %% ../nbs/11_passkey.ipynb #c003
 import json, math, os, random, re, statistics, time, warnings
@@ -566,3 +566,31 @@ def target_at(
 )->float|None: # None beyond the last range
     "The share of exact matches to reach at a length"
     return next((x for n, x in TARGETS.items() if length <= n), None)
+
+def verdict(
+    row:dict, # of `summarize`
+)->str: # in words, for a table
+    "Whether the target was reached, and whether the interval's lower end is above it too"
+    goal = target_at(row["length"])
+    if goal is None: return "no target"
+    return "reached, the lower end too" if row["low"] >= goal else "reached" if row["accuracy"] >= goal else "missed"
+
+# %% ../nbs/11_passkey.ipynb #c154c
+def plot_matches(
+    ax,
+    rows:list[dict], # of `summarize`
+    beyond:list[dict]=(), # the same, longer than any target reaches; in another colour
+    *,
+    trained:int=4096, # longest text of the training, tokens
+)->None:
+    "Exact match in percent against length, with intervals and counts; targets are dashed, the training's longest text dotted"
+    # Source of the colours: Okabe & Ito, Color Universal Design, https://jfly.uni-koeln.de/color/
+    for r in [*rows, *beyond]:
+        color = "#E69F00" if r in beyond else "#009E73"
+        ax.plot([r["length"]]*2, [100*r["low"], 100*r["high"]], color=color, lw=2)
+        ax.plot(r["length"], 100*r["accuracy"], "o", color=color, ms=5)
+        ax.annotate(f"{r['hits']}/{r['trials']}", (r["length"], 100*r["accuracy"]), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+    edges = [3400, *TARGETS]
+    for a, b, goal in zip(edges, edges[1:], TARGETS.values()): ax.plot([a, b], [100*goal]*2, "--", color="#6B6B6B", lw=1)
+    ax.axvline(trained, ls=":", lw=1, color="#6B6B6B")
+    ax.set(xlabel="tokens", ylabel="exact match, %", ylim=(min([60] + [100*r["low"] - 10 for r in [*rows, *beyond]]), 105))
