@@ -95,6 +95,7 @@ docs: $(STAMP)
 NB ?=
 refresh: $(STAMP)
 	@$(BIN)/python .ci/notebooks.py refresh $(NB)
+	@$(BIN)/python .ci/readme.py
 
 outputs: $(STAMP)
 	@$(BIN)/python .ci/notebooks.py current $(NB)

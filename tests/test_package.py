@@ -302,7 +302,7 @@ def test_saved_outputs_are_refreshed_and_compared(tmp_path):
     assert gate(tmp_path, mode="current")[0] == 1
 
 
-# ---- the publisher's places and the README ---------------------------------------------------------------------
+# ---- the publisher's places ------------------------------------------------------------------------------------
 
 def test_the_addresses_agree():
     import yaml
@@ -332,10 +332,3 @@ def test_placeholders_stand_only_where_contributing_says():
     url = "github.com/" + "USER/"
     named = [n for n, text in committed() if url in text or re.search(r"^(user = USER|author = AUTHOR)$", text, re.M)]
     assert set(named) <= {"settings.ini", "_quarto.yml", "CITATION.cff", "gptoss_lite/_modidx.py"}, named
-
-def readme_blocks():
-    return re.findall(r"^```python\n(.*?)^```", (ROOT/"README.md").read_text(encoding="utf-8"), re.M | re.S)
-
-@pytest.mark.parametrize("i", range(len(readme_blocks())))
-def test_the_code_of_the_readme_runs(i):
-    assert python(readme_blocks()[i])
