@@ -213,7 +213,7 @@ def test_the_site_lists_every_notebook():
     assert chapters == [f.name for f in sorted(CHAPTERS, key=order)], "the sidebar is not the chapters in their order"
     assert set(listed) == {f.name for f in NBS}, "a page that the sidebar lacks, or a line without its page"
 
-@pytest.mark.parametrize("fn, after", zip(sorted(CHAPTERS, key=order), sorted(CHAPTERS, key=order)[1:] + [None]),
+@pytest.mark.parametrize("fn, after", list(zip(sorted(CHAPTERS, key=order), sorted(CHAPTERS, key=order)[1:] + [None])),
                          ids=lambda f: f.stem if f else "end")
 def test_a_chapter_leads_to_the_next_one(fn, after):
     text = fn.read_text(encoding="utf-8")
