@@ -27,6 +27,7 @@ def own_copies(site, katex):
         f.write_text(re.sub(pattern, new, old), encoding="utf-8")
     for f in (site/"site_libs"/"themes").glob("*.css"): edit(f, r"@import url\(https:[^)]*\);?", "")  # fonts
     edit(site/"site_libs"/"smalldocs.js", r"threshold: 0\.3\b", "threshold: 0.1")  # "ring buffer" was a growing buffer, too
+    for f in site.glob("**/*.llms.md"): edit(f, r"(?ms)^<script>\n.*?^</script>\n?", "")  # the Markdown copies are to be read
     if katex:
         for f in site.rglob("*.html"):
             edit(f, r"https://[\w.]+/npm/katex@[\d.]+/dist", "../"*(len(f.relative_to(site).parts) - 1) + "site_libs/katex")

@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['KIND_COLOR', 'STYLE', 'test_tensor', 'expect_fail', 'toy', 'toy_kv', 'counted_kv', 'numbers', 'figure', 'show_bytes',
-           'show_tokens', 'tokens_axis', 'bytes_axis', 'label_line', 'device_name']
+           'show_tokens', 'tokens_axis', 'bytes_axis', 'label_line', 'device_name', 'png', 'steps_html', 'show_steps']
 
 # %% ../nbs/00a_lessons.ipynb #c002
 from contextlib import contextmanager
 from pathlib import Path
-import platform, re
+import base64, hashlib, io, json, platform, re
 
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator
+from PIL import Image
 import torch
 from torch import Tensor
 
@@ -184,3 +185,75 @@ def device_name(
     found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
     name = found[1] if found else platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} threads"
+
+# %% ../nbs/00a_lessons.ipynb #c050c
+def png(
+    fig, # From `figure`; more may be drawn into it afterwards
+)->bytes: # PNG of at most 32 colours
+    "A figure as it looks now"
+    full, small = io.BytesIO(), io.BytesIO()
+    fig.savefig(full, format="png")
+    Image.open(full).convert("RGB").quantize(32, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    return small.getvalue()
+
+# %% ../nbs/00a_lessons.ipynb #c050e
+_SLIDER = """function (id, label, texts, frames, still) {
+  const make = (tag, ...inside) => { const e = document.createElement(tag); e.append(...inside); return e; };
+  const data = src => src.startsWith("data:") && src.split(",")[1];
+  for (const box of document.querySelectorAll(`[data-steps="${id}"]:empty`)) {
+    const before = i => i.compareDocumentPosition(box) & Node.DOCUMENT_POSITION_FOLLOWING;
+    const img = [...document.images].filter(before).at(-1);
+    if (!img || data(img.src) && !frames.includes(data(img.src))) continue; // another picture
+    const input = make("input"), at = make("span"), text = make("div"), name = make("label", label, input);
+    Object.assign(input, {type: "range", min: 1, max: frames.length, step: 1, value: still + 1});
+    const say = () => {
+      const i = input.value - 1;
+      at.textContent = `${i + 1} of ${frames.length}`;
+      text.textContent = texts[i];
+      input.setAttribute("aria-valuetext", texts[i]);
+      return i;
+    };
+    input.addEventListener("input", () => {
+      const i = say();
+      img.src = "data:image/png;base64," + frames[i];
+      img.alt = texts[i];
+    });
+    box.append(name, at, text);
+    box.style.cssText = "display: flex; flex-wrap: wrap; gap: .2em .8em; max-width: 100%; margin: .3em 0 .6em";
+    name.style.cssText = "flex: 1 1 12em; max-width: 32em; display: flex; gap: .8em";
+    input.style.cssText = "flex: 1; min-width: 0";
+    text.style.cssText = "flex: 1 0 100%; min-height: 3em; font-size: .9em; text-align: left";
+    input.dataset.lmSuppressShortcuts = "true"; // in JupyterLab the arrow keys are the slider's
+    img.closest("figure")?.querySelector("figcaption")?.before(box);
+    if (!img.alt) img.alt = texts[still];
+    say();
+  }
+}"""
+
+def steps_html(
+    frames:list[tuple[bytes,str]], # Each from `png`, and what it shows in words
+    label:str, # What a step is, such as "token"
+    still:int=-1, # Which frame stands above
+)->str: # HTML
+    "The slider that goes below the still"
+    pngs, texts = zip(*frames)
+    sizes = {p[16:24] for p in pngs} # a PNG's width and height
+    if len(sizes) > 1: raise ValueError(f"frames have {len(sizes)} sizes: must be equal, or the page jumps; "
+                                        "set the limits of the axes before the first one")
+    data = [label, texts, [base64.b64encode(p).decode() for p in pngs], range(len(pngs))[still]]
+    text = json.dumps(data, ensure_ascii=False, indent=0).replace("<", "\\u003c")
+    name = hashlib.sha256(text.encode()).hexdigest()[:8] # the same on every run
+    return f'<div data-steps="{name}"></div>\n<script>\n({_SLIDER})("{name}", ...{text});\n</script>'
+
+# %% ../nbs/00a_lessons.ipynb #c050f
+def show_steps(
+    frames:list[tuple[bytes,str]], # Each from `png`, and what it shows in words
+    label:str, # What a step is, such as "token"
+    still:int=-1, # Which frame is shown everywhere, by default the last
+)->None:
+    "Show the still and, where scripts run, the slider below it"
+    from IPython.display import display
+    image, text = frames[still]
+    display({"image/png": base64.b64encode(image).decode(), "text/plain": text}, raw=True)
+    display({"text/html": steps_html(frames, label, still),
+             "text/plain": f"A slider: {len(frames)} pictures, one for each {label}"}, raw=True)

@@ -19,6 +19,7 @@ IDLE = "return window.jupyterapp.shell.currentWidget.sessionContext.session?.ker
 SEEN = """
 const nb = document.querySelector('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-Notebook');
 return {pictures: [...nb.querySelectorAll('.jp-OutputArea img')].map(i => i.complete && i.naturalWidth > 0),
+        sliders: nb.querySelectorAll('.jp-OutputArea [data-steps] input').length,
         maths: nb.querySelectorAll('mjx-container').length,
         broken: [...nb.querySelectorAll('mjx-merror, [data-mjx-error]')].map(e => e.textContent),
         dialog: document.querySelector('.jp-Dialog')?.textContent || ''};
@@ -101,6 +102,8 @@ def test_run_all(notebook, lab, tree, browser):
     assert not wrong, "\n".join(wrong)
     drawn = sum(len(pictures(c)) for c in after["cells"] if c["cell_type"] == "code")
     assert seen["pictures"].count(True) >= drawn and all(seen["pictures"]), f"{drawn} figures, on the page: {seen['pictures']}"
+    steps = sum("\nshow_steps(" in "".join(c["source"]) for c in after["cells"] if c["cell_type"] == "code")
+    assert seen["sliders"] == steps, f"{seen['sliders']} sliders, the notebook makes {steps}"
     has_maths = any(c["cell_type"] == "markdown" and "$$" in "".join(c["source"]) for c in after["cells"])
     assert seen["maths"] or not has_maths, "MathJax rendered no formula"
     assert not seen["broken"], f"MathJax could not read {seen['broken']}"

@@ -172,6 +172,30 @@ def test_menu_on_a_phone(site, desk):
     link.click()
     wait_for(lambda: "ring.html" in desk.driver.current_url, 30, "the page")
 
+@pytest.mark.parametrize("page", ["ring", "growth"])
+def test_a_slider_changes_the_picture(site, desk, page):
+    from selenium.webdriver.common.keys import Keys
+    desk.open(f"{site}/{page}.html", READY)
+    now = lambda: desk.js("""const f = document.querySelector('figure:has([data-steps])'), i = f.querySelector('img');
+        return [i.src, i.naturalWidth, f.querySelector('[data-steps] > span').textContent, i.alt,
+                f.querySelector('input').getAttribute('aria-valuetext')]""")
+    still, slider = now(), desk.driver.find_element("css selector", "figure [data-steps] input[type=range]")
+    assert slider.accessible_name == "token" and still[2] == "12 of 12" and len(still[3]) > 100
+    seen = []
+    for key in (Keys.HOME, Keys.ARROW_RIGHT, Keys.END):
+        slider.send_keys(key)
+        wait_for(lambda: desk.js(READY), 20, "the picture")
+        seen.append(now())
+    assert [s[2] for s in seen] == ["1 of 12", "2 of 12", "12 of 12"] and seen[0][4].startswith("Token 1 ")
+    assert seen[2][0] == still[0] and len({s[0] for s in seen}) == 3 and {s[1] for s in seen} == {still[1]}
+    assert all(s[3] == s[4] for s in seen) and not desk.console()
+    for width, theme in ((1280, "light"), (390, "dark")):
+        desk.size(width, 844, phone=width < 500)
+        desk.prefers(theme)
+        desk.open(f"{site}/{page}.html", READY)
+        desk.js("document.querySelector('figure:has([data-steps])').scrollIntoView({block: 'center', behavior: 'instant'})")
+        desk.shot(f"10-slider-{page}-{theme}")
+
 def test_pictures_to_look_at(docs, site, desk):
     "Six pages in build/screenshots: whoever changes the looks of the site looks at these"
     results = "results" if (docs/"results.html").exists() else "bench"
