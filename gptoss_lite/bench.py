@@ -750,7 +750,7 @@ def _cells(rows, columns, value): # one of each column; in parentheses, as multi
     first = got.get(columns[0])
     if first is None: return ["not yet measured", *["–"]*(len(columns) - 1)]
     size = lambda r: r.get("times_ours") or value(r) # in rounds of its own, if it was timed
-    times = lambda r: "" if r is first else f" ({_number(size(r)/size(first))} ×)"
+    times = lambda r: "" if r is first else f" ({_number(size(r)/size(first))}\u00a0×)"
     return [_number(value(got[n])) + times(got[n]) if n in got else "–" for n in columns]
 
 # %% ../nbs/14_bench.ipynb #c057i
@@ -759,20 +759,20 @@ def beside(
 )->str: # a table in Markdown, and where its times come from
     "A few rows of the results: ours, and beside it what else could be used"
     def read(n): return json.loads(f.read_text()) if (f := Path(folder)/f"bench-{n}.json").exists() else dict(rows=[])
-    columns = {"ours": "ours", "transformers": "transformers", "transformers-static": "its static cache", "specification": "the specification"}
-    log, found = Path(folder)/"passkey.jsonl", "not yet measured"
+    columns = {"ours": "ours", "transformers": "transformers", "transformers-static": "static cache", "specification": "specification"}
+    log, row = Path(folder)/"passkey.jsonl", ["keys found", "not yet measured"]
     if log.exists():
         top = summarize(read_log(log)[2])[-1]
-        found = f"{top['hits']} of {top['trials']} at {top['length']:,}"
-    rows = [["five-digit keys found", found, *["–"]*(len(columns) - 1)]]
+        row = [f"keys found at {top['length']:,}", f"{top['hits']} of {top['trials']}"]
+    rows = [[*row, *["–"]*(len(columns) - 1)]]
     def add(label, T, value, what, *names, **which): # from the files of these names
         them = [r for n in names for r in measured(read(n), what, **which) if r["tokens"] == T]
         rows.append([label, *_cells(them, list(columns), value)])
-    for T in (8192, 32768, 131072): add(f"a token after {T:,}, ms", T, lambda r: 1000*r["seconds"], "decode", "decode")
-    add("a prompt of 8,192, s", 8192, lambda r: r["seconds"], "prefill", "prefill")
-    add("its memory beyond the weights, GiB", 8192, _beyond_weights, "memory", "cache", "hf", phase="prefill")
-    add("a prompt of 131,072, s", 131072, lambda r: r["prefill_seconds"], "memory", "128k", phase="prefill")
-    add("its memory beyond the weights, GiB", 131072, _beyond_weights, "memory", "128k", phase="prefill")
+    for T in (8192, 32768, 131072): add(f"token after {T:,}, ms", T, lambda r: 1000*r["seconds"], "decode", "decode")
+    add("prompt of 8,192, s", 8192, lambda r: r["seconds"], "prefill", "prefill")
+    add("its memory, GiB", 8192, _beyond_weights, "memory", "cache", "hf", phase="prefill")
+    add("prompt of 131,072, s", 131072, lambda r: r["prefill_seconds"], "memory", "128k", phase="prefill")
+    add("its memory, GiB", 131072, _beyond_weights, "memory", "128k", phase="prefill")
     timed = dict.fromkeys(origin(res) for n in ("decode", "prefill") if "run" in (res := read(n)))
     return "\n\n".join([markdown_table(["", *columns.values()], rows), *(f"Times: {o}." for o in timed)])
 
@@ -784,8 +784,8 @@ def inside(
     if not file.exists(): return ""
     res, rows = json.loads(file.read_text()), []
     columns = {"transformers+both": "with both", "transformers+attention": "our attention", "transformers+cache": "our cache", "transformers": "as it is"}
-    for what, label, value in (("decode", "a token after {:,}, ms", lambda r: 1000*r["seconds"]), ("prefill", "a prompt of {:,}, s", lambda r: r["seconds"]),
-                               ("memory", "memory beyond the weights for {:,}, GiB", _beyond_weights)):
+    for what, label, value in (("decode", "token after {:,}, ms", lambda r: 1000*r["seconds"]), ("prefill", "prompt of {:,}, s", lambda r: r["seconds"]),
+                               ("memory", "memory for {:,}, GiB", _beyond_weights)):
         for T in sorted({r["tokens"] for r in measured(res, what)}):
             them = [r for r in measured(res, what) if r["tokens"] == T]
             rows.append([label.format(T), *_cells(them, list(columns), value)])
