@@ -4,7 +4,7 @@ Names are handed on lazily (PEP 562): `from gptoss_lite import GPTOSS` imports t
 and `import gptoss_lite` alone imports nothing else. This file is written by hand; `nbdev_export` sets
 only its version line, from settings.ini.
 """
-__version__ = "0.0.1"
+__version__ = "0.1.0"
 
 from importlib import import_module as _import_module
 

@@ -212,6 +212,10 @@ def snapshot(self:MixedKVCache)->CacheMark:
     self._marks.add(mark) # weakly: a mark that is dropped is forgotten
     return mark
 
+def _fits(m, b): # whether the buffer `b` can be again what it was at its mark `m`
+    if isinstance(m, Mark): return isinstance(b, GrowingBuffer) and m in b._marks
+    return isinstance(b, RingBuffer) and (m.k.shape, m.k.dtype) == (b.k.shape, b.k.dtype)
+
 @patch
 def restore(self:MixedKVCache,
     mark:CacheMark, # from `snapshot` of this cache
@@ -224,8 +228,7 @@ def restore(self:MixedKVCache,
         raise ValueError("mark is of another cache, or of before reset(), load_cache() or to(): "
                          "must be of this one as it is; take a new mark")
     for i, m in mark.layers.items():
-        b = self.buffers.get(i)
-        if b is None or (m not in b._marks if isinstance(m, Mark) else m.k.shape != b.k.shape):
+        if not _fits(m, self.buffers.get(i)):
             raise ValueError(f"mark of {mark.n_tokens} tokens: layer {i} has since been written below that "
                              "length, after a rewind or a restore, and what lay there is gone (nothing was changed); "
                              "take marks anew after going back")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .cache import MixedKVCache
 from .growth import GrowingBuffer
 from .model import GPTOSS, _read, _same, _write, tensor_digest
-from .ring import RingBuffer
+from .ring import RingBuffer, lasting
 
 # %% ../nbs/09d_files.ipynb #c010
 def fingerprint(
@@ -88,7 +88,7 @@ def load_cache(
     weights:str|None=None, # `fingerprint(model)`, where it is known already
 )->tuple[MixedKVCache,Tensor|None]: # the cache, and the ids of its tokens, `(B, n_tokens)`, if they were saved
     "Read a file of `save_cache`; where it is damaged, or is not this model's, a `ValueError` says so and nothing has changed"
-    tensors, meta = _read(path, _FORMAT)
+    with lasting(): tensors, meta = _read(path, _FORMAT)
     bad = lambda why: ValueError(f"path={str(path)!r}: {why}")
     if meta.get("format") != _FORMAT: raise bad(f"its format is {meta.get('format')!r}, not {_FORMAT!r}; it is no cache, or one of another version")
     try:
@@ -116,7 +116,7 @@ def _fill(cache, model, tensors, n, pending):
     cache._not_in_a_step("load_cache")
     device, buffers = next(model.parameters()).device, {}
     for i, block in enumerate(model.blocks if n else []):
-        k, v = tensors[f"{i}.k"].to(device), tensors[f"{i}.v"].to(device)
+        with lasting(): k, v = tensors[f"{i}.k"].to(device), tensors[f"{i}.v"].to(device)
         if block.attn.is_windowed:
             buf = RingBuffer(block.attn.window_size, cache.max_rewind)
             buf.append(k, v)

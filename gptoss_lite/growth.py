@@ -9,7 +9,7 @@ __all__ = ['MAX_TOKENS', 'next_capacity', 'GrowingBuffer', 'Mark']
 from weakref import WeakSet
 from torch import Tensor
 from fastcore.basics import patch
-from .ring import check_int, check_kv
+from .ring import check_int, check_kv, lasting
 
 # %% ../nbs/05_growth.ipynb #c018
 MAX_TOKENS = 4_000_000 # the cap unless another one is given
@@ -62,7 +62,7 @@ def _may_write(self:GrowingBuffer)->bool:
 def _move(self:GrowingBuffer, like:Tensor, capacity:int)->None:
     "Go over to `capacity` slots for keys and values like `like`"
     B, Hkv, _, D = like.shape
-    k, v = like.new_empty(B, Hkv, capacity, D), like.new_empty(B, Hkv, capacity, D)
+    with lasting(): k, v = like.new_empty(B, Hkv, capacity, D), like.new_empty(B, Hkv, capacity, D)
     if n := self._reach: k[:, :, :n], v[:, :, :n] = self.k[:, :, :n], self.v[:, :, :n]
     self.k, self.v, self.copied = k, v, self.copied + n
     self._holders.discard(self)
@@ -201,7 +201,8 @@ def _map(self:GrowingBuffer, f)->GrowingBuffer:
     "A buffer of its own that holds `f` of the tokens held"
     new = GrowingBuffer(self.max_tokens)
     new.length, new._reserved = self.length, self._reserved
-    if self.k is not None: new.k, new.v = f(self.k[:, :, :self.length]), f(self.v[:, :, :self.length])
+    if self.k is not None:
+        with lasting(): new.k, new.v = f(self.k[:, :, :self.length]), f(self.v[:, :, :self.length])
     return new
 
 @patch

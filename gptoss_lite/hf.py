@@ -325,6 +325,12 @@ def attention_mask(
                                            allow_is_causal_skip=False, config=config, **kwargs)
 
 # %% ../nbs/13_hf.ipynb #c060
+def _window(module):
+    "The window by a layer's configuration: some models tell it to the mask alone"
+    config, i = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if i is not None and (kinds is None or kinds[i] == "sliding_attention") else None
+
 def attention_forward(
     module, # The layer's attention module
     query:Tensor, # `(B, H, T, D)`, rotated
@@ -343,6 +349,7 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} is given by {type(module).__name__}: gptoss_lite's attention does not have it; use attn_implementation='eager'")
     if is_causal is None: is_causal = getattr(module, "is_causal", True)
+    if sliding_window is None: sliding_window = _window(module)
     dense = not is_causal or attention_mask is not None and attention_mask.dim() == 4
     if dense and s_aux is None:
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)

@@ -32,6 +32,8 @@ class RaggedKVCache:
             if c.batch_size not in (None, 1):
                 raise ValueError(f"rows holds a cache of {c.batch_size} rows: must have 1; "
                                  "use select([b]) for each row")
+        if len({id(c) for c in rows or []}) < len(rows or []):
+            raise ValueError("rows holds the same cache twice: each text needs one of its own; use fork() for the others")
         self.max_tokens, self.max_rewind, self.rows = max_tokens, rewind, list(rows or [])
 
     def new_rows(self,

@@ -12,7 +12,8 @@ import transformers
 from torch.testing import assert_close
 from transformers import (DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig, GptOssForCausalLM, LlamaConfig,
                           Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
-                          StaticCache)
+                          StaticCache,
+                          PhimoeConfig, PhimoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM)
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import gptoss_lite.hf as hf
@@ -51,6 +52,11 @@ MODELS = {
     "qwen 2 with windows": lambda: other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen 2 without": lambda: other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=False, sliding_window=5),
     "qwen 3 with windows": lambda: other(Qwen3ForCausalLM, Qwen3Config, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen 2 moe, which names its window to the mask alone": lambda: other(
+        Qwen2MoeForCausalLM, Qwen2MoeConfig, use_sliding_window=True, sliding_window=5, max_window_layers=1, num_experts=3,
+        num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8),
+    "phi moe, which has no layer_types": lambda: other(PhimoeForCausalLM, PhimoeConfig, sliding_window=5, num_local_experts=3,
+                                                          router_jitter_noise=0., input_jitter_noise=0.),
     "llama 4, in chunks": lambda: other(Llama4ForCausalLM, Llama4TextConfig, attention_chunk_size=6, layer_types=["chunked_attention", "full_attention"],
                                         no_rope_layers=[1, 0], moe_layers=[], num_local_experts=2, intermediate_size_mlp=24),
     "qwen 3 without": lambda: other(Qwen3ForCausalLM, Qwen3Config, use_sliding_window=False, sliding_window=5),
@@ -187,6 +193,14 @@ def test_a_copy_goes_on_by_itself():
     copied = copy.deepcopy(cache)
     a, b = (feed(model, ids(3, seed=s), c) for s, c in ((1, cache), (2, copied)))
     for s, got in ((1, a), (2, b)): assert_close(got, model(torch.cat([x, ids(3, seed=s)], 1)).logits[:, 12:], atol=1e-4, rtol=0)
+
+def test_a_copy_made_in_inference_mode_can_be_written_later():
+    model, x, y = gpt_oss(4), ids(12), ids(3, seed=1)
+    with torch.inference_mode():
+        cache = mixed_cache(model.config)
+        feed(model, x, cache)
+        copied = copy.deepcopy(cache)
+    assert_close(feed(model, y, copied), model(torch.cat([x, y], 1)).logits[:, 12:], atol=1e-4, rtol=0)
 
 def text_with_repeats(): return ids(9).repeat(1, 3)
 

@@ -747,6 +747,37 @@ def test_a_dropped_cache_is_freed():
         with pytest.raises(ValueError, match="mark"): other.restore(mark)
     finally: gc.enable()
 
+# ---- inference mode, and marks of what has become something else -----------------------------------------------
+
+COPIES = {"fork": lambda c, *_: c.fork(), "select": lambda c, *_: c.select([0]), "repeat": lambda c, *_: c.repeat(1),
+          "deepcopy": lambda c, *_: copy.deepcopy(c), "itself": lambda c, *_: c, "file": lambda c, model, path: load_cache(path, model)[0],
+          "reserved": lambda c, *_: c.reserve(99) or c}
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_inference_mode_has_made_can_be_written(tmp_path, how, inside):
+    "`with torch.inference_mode()` around a part of the work, or around all of it"
+    cfg = config()
+    model, ids = random_model(cfg), random_ids(cfg, 1, 14)
+    with torch.inference_mode():
+        cache = MixedKVCache()
+        forward_step(model, ids[:, :9], 0, cache, {})
+        save_cache(cache, tmp_path/"c.safetensors", model)
+        copied = COPIES[how](cache, model, tmp_path/"c.safetensors")
+    with torch.inference_mode(inside), torch.no_grad(): got = model.logits(forward_step(model, ids[:, 9:], 9, copied, {}))
+    with torch.no_grad(): assert (got - model(ids)[0][:, 9:]).abs().max() < 1e-9
+
+def test_a_mark_of_a_layer_that_has_become_another_is_refused():
+    for before, after, dtype in (((False,), (True, 4), torch.float64), ((True, 4), (False,), torch.float64), ((True, 4), (True, 4), torch.float32)):
+        cache = MixedKVCache(rewind=30)
+        cache.append(0, *kv([1, 2, 3], [0]), *before)
+        mark = cache.snapshot()
+        cache.rewind(3)
+        cache.append(0, *kv([4, 5], [0], dtype), *after)
+        held = cache.get(0, after[0])[0].clone()
+        with pytest.raises(ValueError, match="mark of 3 tokens"): cache.restore(mark)
+        assert torch.equal(cache.get(0, after[0])[0], held) and cache.n_tokens == 2
+
 # ---- at length -------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ BAD = {
     "an id too large": (dict(input_ids=[torch.tensor([3, V])]), ValueError, [f"0..{V-1}"]),
     "one cache for several texts": (dict(cache=MixedKVCache()), ValueError, ["MixedKVCache", "RaggedKVCache", "2 rows"]),
     "one cache for rows that end": (dict(input_ids=random_ids(CFG, 2, 5), eos_token_id=3, cache=MixedKVCache()), ValueError, ["RaggedKVCache", "eos_token_id"]),
-    "a cache of other rows": (dict(cache=RaggedKVCache([MixedKVCache()]*3)), ValueError, ["2 rows, the cache 3"]),
+    "a cache of other rows": (dict(cache=RaggedKVCache([MixedKVCache() for _ in range(3)])), ValueError, ["2 rows, the cache 3"]),
     "the cap": (dict(cache=RaggedKVCache(max_tokens=8)), ValueError, ["max_tokens=8"]),
     "a cache to replay": (dict(cache=RaggedKVCache(), use_cache=False), ValueError, ["use_cache=False"]),
     "eos too large": (dict(eos_token_id=V), ValueError, ["eos_token_id", f"0..{V-1}"]),
@@ -306,3 +306,7 @@ def test_score_leaves_the_model_as_it_was(model):
     assert max(heads) <= 200 and sum(heads) == 2*29*V
     with pytest.raises(ValueError, match="at least 1 row"): score(model, random_ids(CFG, 2, 0))
     with pytest.raises(ValueError, match="chunk=0"): score(model, random_ids(CFG, 2, 3), chunk=0)
+
+def test_one_cache_cannot_be_two_rows():
+    cache = MixedKVCache()
+    with pytest.raises(ValueError, match="same cache twice.*fork"): RaggedKVCache([cache, MixedKVCache(), cache])
