@@ -98,7 +98,7 @@ def test_the_constraints_allow_what_settings_ask_for():
     assert pins["torch"] == "2.13.0", "no local version such as +cpu: it is not to be had everywhere"
 
 def test_the_runtime_does_not_import_what_only_development_installs():
-    allowed = {*sys.stdlib_module_names, "gptoss_lite", "torch", "numpy", "safetensors", "transformers", "matplotlib",
+    allowed = {*sys.stdlib_module_names, "gptoss_lite", "torch", "numpy", "safetensors", "transformers", "matplotlib", "PIL",
                "tqdm", "typer", "fastcore"}
     for f in (ROOT/"gptoss_lite").glob("*.py"):
         for node in ast.walk(ast.parse(f.read_text(encoding="utf-8"))):
