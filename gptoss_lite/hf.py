@@ -178,7 +178,7 @@ class WindowLayer(FullLayer):
         return self.sliding_window
 
     @property
-    def record_past(self)->bool: # transformers sets it to False when it is done
+    def record_past(self)->bool: # transformers may set it to False when it is done
         "Whether tokens are kept to be taken back"
         return self._recording
 
