@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from .attention import GPTOSSAttention
 from .cache import MixedKVCache
 from .config import ModelConfig
-from .rows import Linear, linear
+from .ring import check_int
 from .rope import YaRNRoPE
+from .rows import Linear, linear
 
 # %% ../nbs/09_model.ipynb #c013
 class RMSNorm(nn.Module):
@@ -83,8 +84,9 @@ def expert_matrices(
     w2:Tensor, # `(n, C, F)`
 )->dict[str,Tensor]: # views, by their names in a file
     "The three matrices of each expert"
-    n, F2 = w13.shape[:2]
-    return {f"{e}.w{i}.weight": w for e in range(n) for i, w in ((1, w13[e, :F2//2]), (2, w2[e]), (3, w13[e, F2//2:]))}
+    n, half = w13.shape[0], w13.shape[1]//2
+    return {f"{e}.w{i}.weight": w for e in range(n)
+            for i, w in ((1, w13[e, :half]), (2, w2[e]), (3, w13[e, half:]))}
 
 class Experts(nn.Module):
     "Experts in two tensors; in a state dict each has its three matrices, `0.w1.weight` and so on"
@@ -94,23 +96,31 @@ class Experts(nn.Module):
         hidden:int, # F, numbers in between
     ):
         super().__init__()
-        self.w13, self.w2 = nn.Parameter(torch.empty(n, 2*hidden, dim)), nn.Parameter(torch.empty(n, dim, hidden))
+        self.w13 = nn.Parameter(torch.empty(n, 2*hidden, dim))
+        self.w2 = nn.Parameter(torch.empty(n, dim, hidden))
         with torch.no_grad():
-            for w in expert_matrices(self.w13, self.w2).values(): nn.init.kaiming_uniform_(w, a=5**0.5)  # as `nn.Linear` begins
+            for w in expert_matrices(self.w13, self.w2).values():
+                nn.init.kaiming_uniform_(w, a=5**0.5)  # as `nn.Linear` begins
         self.register_state_dict_post_hook(_to_file)
         self.register_load_state_dict_pre_hook(_from_file)
 
     def __len__(self)->int: return len(self.w13)
-    def __iter__(self): return (partial(swiglu, w13=a, w2=b) for a, b in zip(self.w13.unbind(0), self.w2.unbind(0)))
+    def __iter__(self):
+        return (partial(swiglu, w13=a, w2=b) for a, b in zip(self.w13.unbind(0), self.w2.unbind(0)))
 
+# %% ../nbs/09_model.ipynb #c039b
 def _to_file(module, state, prefix, meta):
-    state.update({prefix + n: t for n, t in expert_matrices(state.pop(prefix + "w13"), state.pop(prefix + "w2")).items()})
+    "From the two tensors to three matrices for each expert"
+    matrices = expert_matrices(state.pop(prefix + "w13"), state.pop(prefix + "w2"))
+    state.update({prefix + n: t for n, t in matrices.items()})
 
 def _from_file(module, state, prefix, *rest):
-    try: w1, w2, w3 = (torch.stack([state[f"{prefix}{e}.w{i}.weight"] for e in range(len(module))]) for i in (1, 2, 3))
+    "And back"
+    names = [[f"{prefix}{e}.w{i}.weight" for e in range(len(module))] for i in (1, 2, 3)]
+    try: w1, w2, w3 = (torch.stack([state[n] for n in of_kind]) for of_kind in names)
     except KeyError: return  # strict loading then says what is missing
-    for e in range(len(module)):
-        for i in (1, 2, 3): del state[f"{prefix}{e}.w{i}.weight"]
+    for of_kind in names:
+        for n in of_kind: del state[n]
     state.update({prefix + "w13": torch.cat([w1, w3], 1), prefix + "w2": w2})
 
 # %% ../nbs/09_model.ipynb #c042
@@ -125,6 +135,7 @@ def grouped_swiglu(
     gate, up = F.grouped_mm(x, w13.mT, offs=ends).chunk(2, -1)
     return F.grouped_mm(F.silu(gate) * up, w2.mT, offs=ends)
 
+# %% ../nbs/09_model.ipynb #c043c
 @patch
 def forward(self:Experts,
     x:Tensor, # `(N, C)`
@@ -134,25 +145,32 @@ def forward(self:Experts,
     "For each token the weighted sum of what its experts say"
     weights = weights.to(x.dtype)
     if len(x) == 1 and not x.is_cuda:
-        return sum(swiglu(x, self.w13[e], self.w2[e]) * w for e, w in zip(experts[0].tolist(), weights[0]))
+        return sum(swiglu(x, self.w13[e], self.w2[e]) * w
+                   for e, w in zip(experts[0].tolist(), weights[0]))
     asked, out = experts.flatten(), torch.zeros_like(x)
     order, counts = asked.argsort(), F.one_hot(asked, len(self)).sum(0)
     token, weight = order // experts.shape[1], weights.flatten()[order].unsqueeze(-1)
-    if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == self.w2.shape[-1] % 8 == 0: # its rows must begin at 16 bytes
-        return out.index_add_(0, token, grouped_swiglu(x[token], counts, self.w13, self.w2) * weight)
+    aligned = x.shape[-1] % 8 == self.w2.shape[-1] % 8 == 0  # rows of bf16 begin at 16 bytes
+    if x.is_cuda and x.dtype == torch.bfloat16 and aligned:
+        answers = grouped_swiglu(x[token], counts, self.w13, self.w2)
+        return out.index_add_(0, token, answers * weight)
     sizes = counts.tolist()
     for t, w, expert in zip(token.split(sizes), weight.split(sizes), self):
-        if len(t): out.index_add_(0, t, expert(x[t]) * w) # a token asks an expert once, so no two answers meet in one row
+        # a token asks an expert once, so no two answers meet in one row
+        if len(t): out.index_add_(0, t, expert(x[t]) * w)
     return out
 
 # %% ../nbs/09_model.ipynb #c044
 class MoELayer(nn.Module):
-    "A few of many experts per token, and some that every token takes; routed per token, without a capacity limit"
-    def __init__(self, cfg:ModelConfig):
+    "A few of many experts per token, and some that every token takes; no expert has a capacity limit"
+    def __init__(self,
+        cfg:ModelConfig, # how many experts, and their sizes
+    ):
         super().__init__()
         self.router = Router(cfg.d_model, cfg.n_routed_experts, cfg.n_activated_experts)
         self.experts = Experts(cfg.n_routed_experts, cfg.d_model, cfg.ffn_dim)
-        self.shared_experts = Experts(cfg.n_shared_experts, cfg.d_model, cfg.ffn_dim) if cfg.n_shared_experts else ()
+        self.shared_experts = (Experts(cfg.n_shared_experts, cfg.d_model, cfg.ffn_dim)
+                               if cfg.n_shared_experts else ())
 
     def forward(self,
         x:Tensor, # Normed residuals, `(B, T, C)`; tokens do not see each other here
@@ -166,7 +184,10 @@ class MoELayer(nn.Module):
 # %% ../nbs/09_model.ipynb #c063
 class GPTOSSBlock(nn.Module):
     "One layer: attention and experts, each behind a norm and beside a residual"
-    def __init__(self, cfg:ModelConfig, layer_idx:int):
+    def __init__(self,
+        cfg:ModelConfig, # all sizes
+        layer_idx:int, # its place in the model, from 0: it tells the kind of its attention
+    ):
         super().__init__()
         self.norm1, self.norm2 = (RMSNorm(cfg.d_model, cfg.rms_norm_eps) for _ in range(2))
         self.attn = GPTOSSAttention(cfg, cfg.is_windowed(layer_idx))
@@ -186,7 +207,9 @@ class GPTOSSBlock(nn.Module):
 # %% ../nbs/09_model.ipynb #c068
 class GPTOSS(nn.Module):
     "Token ids in, logits out"
-    def __init__(self, cfg:ModelConfig):
+    def __init__(self,
+        cfg:ModelConfig, # the model in numbers, kept as `.cfg`
+    ):
         super().__init__()
         if not isinstance(cfg, ModelConfig):
             raise TypeError(f"cfg is a {type(cfg).__name__}: must be a ModelConfig; use ModelConfig(...)")
@@ -197,7 +220,8 @@ class GPTOSS(nn.Module):
         self.head = Linear(cfg.d_model, cfg.vocab_size)
         if cfg.weight_tying: self.head.weight = self.embed.weight
         for n, w in self.state_dict().items():  # matrix by matrix
-            if w.dim() == 2 and not (cfg.weight_tying and n == "head.weight"): nn.init.normal_(w, std=cfg.init_std)
+            tied = cfg.weight_tying and n == "head.weight"  # drawn once, as the embedding
+            if w.dim() == 2 and not tied: nn.init.normal_(w, std=cfg.init_std)
         self.checkpoint_every = 0  # 0: keep all activations for the backward pass
 
 # %% ../nbs/09_model.ipynb #c070
@@ -234,10 +258,12 @@ def forward(self:GPTOSS,
     positions:Tensor|None=None, # Absolute positions, `(T,)`; by default 0 .. T-1
 )->tuple[Tensor,Tensor]: # logits `(B, T, V)` in float32 or wider, the mean balancing loss
     "All logits of a whole sequence: for training, and the reference that the cache is held to"
-    if idx.dim() != 2: raise ValueError(f"idx has shape {tuple(idx.shape)}: must be (B, T); use idx[None] for one text")
+    if idx.dim() != 2:
+        raise ValueError(f"idx has shape {tuple(idx.shape)}: must be (B, T); use idx[None] for one text")
     if positions is None: positions = torch.arange(idx.shape[1], device=idx.device)
     if positions.shape != idx.shape[1:]:
-        raise ValueError(f"positions has shape {tuple(positions.shape)}: must be ({idx.shape[1]},), one for each token of idx; leave it out for 0 .. T-1")
+        raise ValueError(f"positions has shape {tuple(positions.shape)}: must be ({idx.shape[1]},), "
+                         "one for each token of idx; leave it out for 0 .. T-1")
     x, tables, L = self.embed(idx), self.tables(positions), len(self.blocks)
     every = self.checkpoint_every if torch.is_grad_enabled() else 0
     losses = []
@@ -257,17 +283,16 @@ def num_parameters(self:GPTOSS)->int: # a tied matrix counts once
 def num_active_parameters(self:GPTOSS)->int: # what one token meets
     "All but the routed experts that a token does not take"
     idle = self.cfg.n_routed_experts - self.cfg.n_activated_experts
-    return self.num_parameters() - idle*sum(p[0].numel() for b in self.blocks for p in b.moe.experts.parameters())
+    one = sum(p[0].numel() for b in self.blocks for p in b.moe.experts.parameters()) # expert in each layer
+    return self.num_parameters() - idle*one
 
 # %% ../nbs/09_model.ipynb #c096
 @patch
 def enable_gradient_checkpointing(self:GPTOSS,
     every:int=3, # blocks in a group
 )->None:
-    "Trade time for memory in training: keep the residuals before each group, run the group again in the backward pass"
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every={every!r}: must be an int, not {type(every).__name__}; it counts blocks")
-    if every < 1: raise ValueError(f"every={every}: must be at least 1; it counts blocks")
+    "Less memory for more time in training: keep the residuals before each group, run it again in the backward pass"
+    check_int("every", every, 1, "it counts blocks")
     self.checkpoint_every = every
 
 # %% ../nbs/09_model.ipynb #c107
@@ -289,6 +314,16 @@ def _text_digest(meta): # of all entries but itself
     return hashlib.sha256(text.encode()).hexdigest()
 
 # %% ../nbs/09_model.ipynb #c110
+def _write(path, tensors, meta):
+    "One safetensors file with both digests, whole or not at all"
+    meta = meta | {"digest": tensor_digest(tensors)}
+    tmp = path.with_name(path.name + ".part")
+    try:
+        save_file(tensors, tmp, metadata=meta | {"text_digest": _text_digest(meta)})
+        os.replace(tmp, path)
+    finally: tmp.unlink(missing_ok=True)
+
+# %% ../nbs/09_model.ipynb #c110b
 def save_checkpoint(
     model:GPTOSS,
     path:str|Path, # a `.safetensors` file
@@ -299,48 +334,49 @@ def save_checkpoint(
     ours, path = ("format", "config", "digest", "text_digest"), Path(path)
     for k, v in (metadata or {}).items():
         if not isinstance(v, str):
-            raise TypeError(f"metadata[{k!r}] is a {type(v).__name__}: must be a str; use str(...) or json.dumps(...)")
+            raise TypeError(f"metadata[{k!r}] is a {type(v).__name__}: must be a str; "
+                            "use str(...) or json.dumps(...)")
         if k in ours:
-            raise ValueError(f"metadata has {k!r}: must not be one of {ours}, which are written here; use another name")
+            raise ValueError(f"metadata has {k!r}: must not be one of {ours}, which are written here; "
+                             "use another name")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path={str(path)!r}: its folder does not exist; make the folder first")
     state = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
     if model.cfg.weight_tying:
         if model.head.weight is not model.embed.weight:
-            raise ValueError("head.weight is not embed.weight: must be one matrix, as weight_tying=True says; tie them or use weight_tying=False")
+            raise ValueError("head.weight is not embed.weight: must be one matrix, as weight_tying=True says; "
+                             "tie them or use weight_tying=False")
         del state["head.weight"]
-    _write(path, state, {**(metadata or {}), "format": _FORMAT, "config": json.dumps(model.cfg.to_dict())})
-
-def _write(path, tensors, meta):
-    "One safetensors file with both digests, whole or not at all"
-    meta = meta | {"digest": tensor_digest(tensors)}
-    tmp = path.with_name(path.name + ".part")
-    try:
-        save_file(tensors, tmp, metadata=meta | {"text_digest": _text_digest(meta)})
-        os.replace(tmp, path)
-    finally: tmp.unlink(missing_ok=True)
+    config = json.dumps(model.cfg.to_dict())
+    _write(path, state, {**(metadata or {}), "format": _FORMAT, "config": config})
 
 # %% ../nbs/09_model.ipynb #c112
 def _read(path, ours=_FORMAT):
     "Tensors and metadata of a file whose text is intact"
     path = Path(path)
-    if not path.is_file(): raise FileNotFoundError(f"path={str(path)!r}: no such file; save one with save_checkpoint")
+    if not path.is_file():
+        raise FileNotFoundError(f"path={str(path)!r}: no such file; save one with save_checkpoint")
     try:
         with safe_open(path, framework="pt") as f:
             meta, state = f.metadata() or {}, {n: f.get_tensor(n).clone() for n in f.keys()}
     except SafetensorError as e:
-        raise ValueError(f"path={str(path)!r}: not a whole safetensors file ({e}); copy or save it again") from e
+        raise ValueError(f"path={str(path)!r}: not a whole safetensors file ({e}); "
+                         "copy or save it again") from e
     if meta.get("format") == ours or "text_digest" in meta:
         _same(path, "metadata do", _text_digest(meta), meta.get("text_digest"))
     return state, meta
 
 def _same(path, what, computed, digest):
+    "Refuse a file of which `what` does not have the digest that it says"
     if computed != digest:
-        raise ValueError(f"path={str(path)!r}: the {what} not match the file's digest; it is damaged, copy or save it again")
+        raise ValueError(f"path={str(path)!r}: the {what} not match the file's digest; "
+                         "it is damaged, copy or save it again")
 
 def _verify(path, state, meta):
+    "Refuse tensors that are not those of the digest"
     if "digest" in meta: _same(path, "tensors do", tensor_digest(state), meta["digest"])
 
+# %% ../nbs/09_model.ipynb #c112b
 def read_checkpoint(
     path:str|Path, # a `.safetensors` file
 )->tuple[dict[str,Tensor],dict[str,str]]: # tensors and metadata
@@ -354,15 +390,18 @@ def _check_fit(path, state, want):
     "Raise where the tensors `state` are not those of `want`"
     pairs = [(n, state[n], want[n]) for n in sorted(want.keys() & state.keys())]
     dtype = state["embed.weight"].dtype if "embed.weight" in state else torch.float32
-    wrong = {"missing": sorted(want.keys() - state.keys()), "unexpected": sorted(state.keys() - want.keys()),
+    wrong = {"missing": sorted(want.keys() - state.keys()),
+             "unexpected": sorted(state.keys() - want.keys()),
              "misshaped": [f"{n} {tuple(a.shape)} instead of {tuple(b.shape)}"
                            for n, a, b in pairs if a.shape != b.shape],
-             "mistyped": [f"{n} {a.dtype}" for n, a, _ in pairs if a.dtype != dtype or not dtype.is_floating_point]}
+             "mistyped": [f"{n} {a.dtype}" for n, a, _ in pairs
+                          if a.dtype != dtype or not dtype.is_floating_point]}
     found = "; ".join(f"{k}: {v}" for k, v in wrong.items() if v)
     if found:
         raise ValueError(f"path={str(path)!r} does not fit the configuration: {found}; "
                          "pass the cfg that it was trained with")
 
+# %% ../nbs/09_model.ipynb #c114c
 def load_checkpoint(
     path:str|Path, # a `.safetensors` file
     cfg:ModelConfig|None=None, # by default the configuration in the file
@@ -380,7 +419,8 @@ def load_checkpoint(
     if cfg.weight_tying:
         del want["head.weight"]
         head = tensors.pop("head.weight", None)
-        if head is not None and "embed.weight" in state and not torch.equal(head, state["embed.weight"]):
+        embed = state.get("embed.weight")
+        if head is not None and embed is not None and not torch.equal(head, embed):
             raise ValueError(f"path={str(path)!r}: head.weight differs from embed.weight; "
                              "load it with a cfg of weight_tying=False")
     _check_fit(path, tensors, want)
