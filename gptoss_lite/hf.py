@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from fastcore.basics import patch
 from .attention import apply_sink, attend_plain, causal_attention, repeat_kv
 from .growth import GrowingBuffer
 from .ring import RingBuffer, check_int
@@ -24,9 +25,11 @@ def check_transformers()->None:
     "Raise unless transformers is there, in a version that this module knows"
     way_out = "install one by pip install 'transformers>=5,<6'"
     try: import transformers
-    except ImportError as e: raise ImportError(f"gptoss_lite.hf needs transformers, which is not installed; {way_out}") from e
-    if transformers.__version__.split(".")[0] != "5":
-        raise ImportError(f"transformers {transformers.__version__}: gptoss_lite.hf knows versions 5.0 to 5.x; {way_out}")
+    except ImportError as e:
+        raise ImportError(f"gptoss_lite.hf needs transformers, which is not installed; {way_out}") from e
+    version = transformers.__version__
+    if version.split(".")[0] != "5":
+        raise ImportError(f"transformers {version}: gptoss_lite.hf knows versions 5.0 to 5.x; {way_out}")
 
 check_transformers()
 
@@ -38,12 +41,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 # %% ../nbs/13_hf.ipynb #c012
 CACHE_KEYWORD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
-# %% ../nbs/13_hf.ipynb #c021
+# %% ../nbs/13_hf.ipynb #c020b
 @contextmanager
 def _numbers():
     "Without a graph, and with storage that outlives `torch.inference_mode`"
     with torch.inference_mode(False), torch.no_grad(): yield
 
+# %% ../nbs/13_hf.ipynb #c021
 class FullLayer(CacheLayerMixin):
     "A layer of transformers' cache that keeps every token in a `GrowingBuffer`"
     is_sliding, is_croppable = False, True
@@ -81,7 +85,8 @@ class FullLayer(CacheLayerMixin):
         k, v = key_states.to(value_states.dtype), value_states # autocast leaves the rotated keys wider
         old = self.get_seq_length()
         if old and k.requires_grad and torch.is_grad_enabled():
-            warnings.warn("gradients end at the tokens that the cache holds already; use torch.no_grad() to generate, and no cache to train")
+            warnings.warn("gradients end at the tokens that the cache holds already; "
+                          "use torch.no_grad() to generate, and no cache to train")
         with _numbers(): seen = self._store(k, v)
         return seen if old else (k, v)
 
@@ -106,42 +111,47 @@ class FullLayer(CacheLayerMixin):
         "The older name of `get_max_length`"
         return self.get_max_length()
 
-    def crop(self,
-        tokens:int, # -n takes the newest n back; n keeps n tokens, as older versions ask for it
-    )->None:
-        "Take tokens back"
-        self.buffer.rewind(_taken(tokens, self.get_seq_length()))
-
     _held = property(lambda self: slice(self.buffer.n_tokens)) # slots that are occupied
-
-    @_numbers()
-    def reorder_cache(self,
-        beam_idx:Tensor, # `(B,)`, for each row the one that it goes on from
-    )->None:
-        "Let rows change places, in the same storage"
-        if not self.is_initialized: return
-        for x in (self.buffer.k, self.buffer.v):
-            x[:, :, self._held] = x[:, :, self._held].index_select(0, beam_idx.to(x.device))
-
-    @_numbers()
-    def batch_select_indices(self,
-        indices:Tensor, # which rows, in which order
-    )->None:
-        "Keep some rows"
-        self.buffer = self.buffer._map(lambda x: x[indices.to(x.device)])
-
-    @_numbers()
-    def batch_repeat_interleave(self,
-        repeats:int, # how often each row comes
-    )->None:
-        "Repeat each row, one beside the other"
-        self.buffer = self.buffer._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def __repr__(self): return f"{type(self).__name__}({self.get_seq_length()} tokens)"
 
+# %% ../nbs/13_hf.ipynb #c021c
 def _taken(tokens:int, length:int)->int:
     "How many tokens `crop(tokens)` takes back, in either of its meanings"
     return -tokens if tokens <= 0 else max(0, length - tokens)
+
+@patch
+def crop(self:FullLayer,
+    tokens:int, # -n takes the newest n back; n keeps n tokens, as older versions ask for it
+)->None:
+    "Take tokens back"
+    self.buffer.rewind(_taken(tokens, self.get_seq_length()))
+
+@patch
+@_numbers()
+def reorder_cache(self:FullLayer,
+    beam_idx:Tensor, # `(B,)`, for each row the one that it goes on from
+)->None:
+    "Let rows change places, in the same storage"
+    if not self.is_initialized: return
+    for x in (self.buffer.k, self.buffer.v):
+        x[:, :, self._held] = x[:, :, self._held].index_select(0, beam_idx.to(x.device))
+
+@patch
+@_numbers()
+def batch_select_indices(self:FullLayer,
+    indices:Tensor, # which rows, in which order
+)->None:
+    "Keep some rows"
+    self.buffer = self.buffer._map(lambda x: x[indices.to(x.device)])
+
+@patch
+@_numbers()
+def batch_repeat_interleave(self:FullLayer,
+    repeats:int, # how often each row comes
+)->None:
+    "Repeat each row, one beside the other"
+    self.buffer = self.buffer._map(lambda x: x.repeat_interleave(repeats, 0))
 
 # %% ../nbs/13_hf.ipynb #c023
 DRAFT = 256 # tokens that can be taken back while past recording is on, unless `rewind` says another number
@@ -199,19 +209,22 @@ class WindowLayer(FullLayer):
 # %% ../nbs/13_hf.ipynb #c030
 def cache_layers(
     config, # of a model of transformers; the text part is looked for in it
-)->list[int|None|str]: # for each layer its window, `None` where it keeps every token, "shared" where it keeps nothing
+)->list[int|None|str]: # each layer's window, `None` for a layer that keeps every token, "shared" for nothing
     "What each layer of a model keeps"
     if not hasattr(config, "get_text_config"):
-        raise TypeError(f"config is a {type(config).__name__}: must be a configuration of transformers; pass model.config")
+        raise TypeError(f"config is a {type(config).__name__}: "
+                        "must be a configuration of transformers; pass model.config")
     text = config.get_text_config(decoder=True)
     kinds = {DynamicLayer: lambda l: None, DynamicSlidingWindowLayer: lambda l: l.sliding_window}
     layers = DynamicCache(config=config).layers
-    strange = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention", "chunked_attention"}
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    strange = set(getattr(text, "layer_types", None) or []) - known
     strange |= {type(l).__name__ for l in layers if type(l) not in kinds and type(l).__name__ != "DummyLayer"}
     if getattr(text, "kv_lora_rank", None): strange.add("keys and values of two sizes (kv_lora_rank)")
     if getattr(config, "is_encoder_decoder", False): strange.add("an encoder and a decoder")
     if strange or not layers:
-        raise ValueError(f"{type(config).__name__} has {', '.join(sorted(strange)) or 'no layers'}: mixed_cache knows layers of full and of "
+        what = ", ".join(sorted(strange)) or "no layers"
+        raise ValueError(f"{type(config).__name__} has {what}: mixed_cache knows layers of full and of "
                          "sliding-window attention; use transformers' DynamicCache(config=config)")
     return [kinds[type(l)](l) if type(l) in kinds else "shared" for l in layers]
 
@@ -224,14 +237,17 @@ class MixedCache(Cache):
     def _check_step(self, T:int, layer_idx:int)->None:
         "Raise where this layer and those before it have not seen the same tokens"
         if layer_idx >= len(self.layers):
-            raise ValueError(f"layer {layer_idx} of a cache of {len(self.layers)} layers: a cache belongs to one model; make another by mixed_cache(model.config)")
+            raise ValueError(f"layer {layer_idx} of a cache of {len(self.layers)} layers: "
+                             "a cache belongs to one model; make another by mixed_cache(model.config)")
         layer, first = self.layers[layer_idx], self._ours[0]
         others = self._ours if layer is first else [first]
         want = layer.get_seq_length() + (0 if layer is first else T)
         odd = next((l for l in others if l.get_seq_length() != want), None)
         if odd is not None:
-            raise ValueError(f"layer {layer_idx} has seen {layer.get_seq_length()} tokens and layer {self.layers.index(odd)} {odd.get_seq_length()}: "
-                             "must be in step; a forward pass broke off, or two models use this cache; reset() it, and give each model its own")
+            raise ValueError(f"layer {layer_idx} has seen {layer.get_seq_length()} tokens "
+                             f"and layer {self.layers.index(odd)} {odd.get_seq_length()}: must be in step; "
+                             "a forward pass broke off, or two models use this cache; "
+                             "reset() it, and give each model its own")
 
     def update(self,
         key_states:Tensor, # New keys, already rotated, `(B, Hkv, T, D)`
@@ -243,27 +259,31 @@ class MixedCache(Cache):
         self._check_step(key_states.shape[2], layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def crop(self,
-        tokens:int, # -n takes the newest n back; n keeps n tokens, as older versions ask for it
-    )->None:
-        "Take tokens back in all layers, or raise and change nothing"
-        n = _taken(tokens, self.get_seq_length())
-        can = min(l.buffer.rewindable for l in self._ours)
-        if n > can:
-            raise ValueError(f"crop({tokens}) takes {n} tokens back: must be at most {can}, as the windowed layers have let go of what came before "
-                             f"(nothing was changed); make the cache by mixed_cache(config, rewind={n})")
-        super().crop(-n)
+# %% ../nbs/13_hf.ipynb #c033c
+@patch
+def crop(self:MixedCache,
+    tokens:int, # -n takes the newest n back; n keeps n tokens, as older versions ask for it
+)->None:
+    "Take tokens back in all layers, or raise and change nothing"
+    n = _taken(tokens, self.get_seq_length())
+    can = min(l.buffer.rewindable for l in self._ours)
+    if n > can:
+        raise ValueError(f"crop({tokens}) takes {n} tokens back: must be at most {can}, as the windowed layers "
+                         "have let go of what came before (nothing was changed); "
+                         f"make the cache by mixed_cache(config, rewind={n})")
+    Cache.crop(self, -n)
 
-    @property
-    def nbytes(self)->int: # bytes
-        "Bytes of the storage, occupied or not"
-        return sum(l.buffer.nbytes for l in self._ours)
+@patch(as_prop=True)
+def nbytes(self:MixedCache)->int: # bytes
+    "Bytes of the storage, occupied or not"
+    return sum(l.buffer.nbytes for l in self._ours)
 
-    @property
-    def used_nbytes(self)->int: # bytes
-        "Bytes of the tokens held"
-        return sum(l.buffer.used_nbytes for l in self._ours)
+@patch(as_prop=True)
+def used_nbytes(self:MixedCache)->int: # bytes
+    "Bytes of the tokens held"
+    return sum(l.buffer.used_nbytes for l in self._ours)
 
+# %% ../nbs/13_hf.ipynb #c033d
 def mixed_cache(
     config, # `model.config`
     *,
@@ -271,12 +291,13 @@ def mixed_cache(
     rewind:int=0, # tokens that `crop` can take back at any moment; so many further slots in each ring
 )->MixedCache: # for `model.generate(**inputs, past_key_values=...)`
     "A cache for a model of transformers: W slots for each windowed layer, every token for each full one"
-    if max_length is not None: check_int("max_length", max_length, 1, "pass the prompt's tokens and the new ones together, or None")
+    if max_length is not None:
+        check_int("max_length", max_length, 1, "pass the prompt's tokens and the new ones together, or None")
     check_int("rewind", rewind, 0, "pass the number of tokens that may be taken back")
-    layers = []
-    for window, theirs in zip(cache_layers(config), DynamicCache(config=config).layers):
-        layers.append(theirs if window == "shared" else FullLayer(max_length or 0) if window is None else WindowLayer(window, rewind))
-    return MixedCache(layers=layers)
+    def ours(window, theirs):
+        if window == "shared": return theirs
+        return FullLayer(max_length or 0) if window is None else WindowLayer(window, rewind)
+    return MixedCache(layers=list(map(ours, cache_layers(config), DynamicCache(config=config).layers)))
 
 # %% ../nbs/13_hf.ipynb #c050
 def attend_runs(
@@ -321,16 +342,27 @@ def attention_mask(
         if real.all(): return None
         starts = real.int().diff(dim=1, prepend=real.new_zeros(len(real), 1).int()) == 1
         if (starts.sum(1) <= 1).all(): return real
-    return AttentionMaskInterface()["sdpa"](kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, local_size=local_size,
-                                           allow_is_causal_skip=False, config=config, **kwargs)
+    return AttentionMaskInterface()["sdpa"](
+        kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=False, config=config, **kwargs)
 
 # %% ../nbs/13_hf.ipynb #c060
 def _window(module):
     "The window by a layer's configuration: some models tell it to the mask alone"
     config, i = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) if i is not None and (kinds is None or kinds[i] == "sliding_attention") else None
+    windowed = i is not None and (kinds is None or kinds[i] == "sliding_attention")
+    return getattr(config, "sliding_window", None) if windowed else None
 
+def _attend_dense(q, k, v, mask, sink):
+    "With a mask of T by S, or with none at all"
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"attention_mask has dtype {mask.dtype}: with sinks it must be bool, "
+                        "True where a query sees a key; convert it")
+    G = q.shape[1]//k.shape[1]
+    return apply_sink(*attend_plain(q, repeat_kv(k, G), repeat_kv(v, G), mask), sink).to(q.dtype)
+
+# %% ../nbs/13_hf.ipynb #c060c
 def attention_forward(
     module, # The layer's attention module
     query:Tensor, # `(B, H, T, D)`, rotated
@@ -347,14 +379,17 @@ def attention_forward(
     "Attention with sinks, windows, grouped heads and padding, for `attn_implementation='gptoss_lite'`"
     for name in ("softcap", "position_bias", "sinks", "indices", "block_indices"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is given by {type(module).__name__}: gptoss_lite's attention does not have it; use attn_implementation='eager'")
+            raise ValueError(f"{name} is given by {type(module).__name__}: gptoss_lite's attention does not "
+                             "have it; use attn_implementation='eager'")
     if is_causal is None: is_causal = getattr(module, "is_causal", True)
     if sliding_window is None: sliding_window = _window(module)
     dense = not is_causal or attention_mask is not None and attention_mask.dim() == 4
     if dense and s_aux is None:
-        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, dropout=dropout,
+                                            scaling=scaling, is_causal=is_causal, **kwargs)
     if dropout:
-        raise ValueError(f"dropout={dropout}: gptoss_lite's attention has none; set config.attention_dropout = 0 or use attn_implementation='eager'")
+        raise ValueError(f"dropout={dropout}: gptoss_lite's attention has none; "
+                         "set config.attention_dropout = 0 or use attn_implementation='eager'")
     D, dtype = query.shape[-1], value.dtype
     q, k = query.to(dtype), key.to(dtype) # autocast leaves the rotated ones wider
     if scaling is not None and scaling != D**-0.5: q = q*(scaling*D**0.5) # (2)
@@ -363,13 +398,6 @@ def attention_forward(
         elif attention_mask is None: out = causal_attention(q, k, value, s_aux, sliding_window)
         else: out = attend_runs(q, k, value, attention_mask, s_aux, sliding_window)
     return out.transpose(1, 2).contiguous(), None
-
-def _attend_dense(q, k, v, mask, sink):
-    "With a mask of T by S, or with none at all"
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"attention_mask has dtype {mask.dtype}: with sinks it must be bool, True where a query sees a key; convert it")
-    G = q.shape[1]//k.shape[1]
-    return apply_sink(*attend_plain(q, repeat_kv(k, G), repeat_kv(v, G), mask), sink).to(q.dtype)
 
 AttentionInterface.register("gptoss_lite", attention_forward)
 AttentionMaskInterface.register("gptoss_lite", attention_mask)
@@ -387,6 +415,7 @@ class LayerGroup:
     all_full:int # bytes, if the layers kept every token
     mixed:int # bytes, as they are
 
+# %% ../nbs/13_hf.ipynb #c075b
 @dataclass
 class CacheWeight:
     "What a model's cache weighs, by `explain`"
@@ -407,12 +436,15 @@ class CacheWeight:
     def __str__(self):
         size = lambda n: f"{n/2**30:,.3f} GiB" if n >= 2**30 else f"{n/2**20:,.3f} MiB"
         rows = [("layers", "", "key heads", "a token", "all full", "mixed")]
-        rows += [(f"{g.layers} {g.kind}", f"W = {g.window:,}" if g.window else "", f"{g.kv_heads} x {g.head_dim}", f"{g.per_token:,} B",
-                  size(g.all_full), size(g.mixed)) for g in self.groups]
-        rows.append(("together", "", "", "", size(self.all_full), f"{size(self.mixed)}, {self.reduction:.3f} times less"))
+        rows += [(f"{g.layers} {g.kind}", f"W = {g.window:,}" if g.window else "",
+                  f"{g.kv_heads} x {g.head_dim}",
+                  f"{g.per_token:,} B", size(g.all_full), size(g.mixed)) for g in self.groups]
+        rows.append(("together", "", "", "", size(self.all_full),
+                     f"{size(self.mixed)}, {self.reduction:.3f} times less"))
         wide = [max(len(r[i]) for r in rows) for i in range(6)]
         head = f"{self.model} at {self.T:,} tokens, batch {self.batch}, {self.dtype}"
-        return "\n".join([head, *("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(r, wide))).rstrip() for r in rows)])
+        fit = lambda i, cell: cell.ljust(wide[i]) if i < 3 else cell.rjust(wide[i])
+        return "\n".join([head, *("  ".join(map(fit, range(6), r)).rstrip() for r in rows)])
     __repr__ = __str__
 
 # %% ../nbs/13_hf.ipynb #c076
@@ -420,9 +452,12 @@ def load_config(
     path:str|Path, # a folder with a config.json, or such a file
 ): # a configuration of transformers
     "Read a configuration from the disk; nothing is downloaded"
-    if not Path(path).exists(): raise FileNotFoundError(f"{path}: must be a folder with a config.json, or such a file; download it first")
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path}: must be a folder with a config.json, or such a file; "
+                                "download it first")
     return AutoConfig.from_pretrained(path, local_files_only=True)
 
+# %% ../nbs/13_hf.ipynb #c076b
 def explain(
     model_or_config, # of transformers, or the path of a configuration
     T:int, # tokens
@@ -433,7 +468,8 @@ def explain(
     "What a model's cache weighs after `T` tokens: all layers full against mixed, by kind of layer"
     check_int("T", T, 0, "count the tokens of prompt and answer")
     check_int("batch", batch, 1, "a batch has at least one row")
-    config = load_config(model_or_config) if isinstance(model_or_config, (str, Path)) else getattr(model_or_config, "config", model_or_config)
+    config = (load_config(model_or_config) if isinstance(model_or_config, (str, Path))
+              else getattr(model_or_config, "config", model_or_config))
     windows, text = cache_layers(config), config.get_text_config(decoder=True)
     dtype = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     if isinstance(dtype, str): dtype = getattr(torch, dtype)
@@ -446,5 +482,7 @@ def explain(
     made = []
     for (window, heads, D), layers in groups.items():
         one, n = 2*heads*D*dtype.itemsize, len(layers)*batch
-        made.append(LayerGroup("windowed" if window else "full", window, len(layers), heads, D, one, n*T*one, n*min(T, window or T)*one))
-    return CacheWeight(type(config).__name__.removesuffix("Config"), T, batch, str(dtype).removeprefix("torch."), made)
+        made.append(LayerGroup("windowed" if window else "full", window, len(layers), heads, D, one,
+                               all_full=n*T*one, mixed=n*min(T, window or T)*one)) # (5)
+    name = type(config).__name__.removesuffix("Config")
+    return CacheWeight(name, T, batch, str(dtype).removeprefix("torch."), made)
