@@ -83,6 +83,7 @@ def draw(
         return torch.cat([draw(p[None], g) for p, g in zip(probs, generator, strict=True)])
     return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
+# %% ../nbs/09a_sampling.ipynb #c049c
 def sample(
     logits:Tensor, # `(B, V)`
     temperature:float=0.7, # at most 0 is greedy
@@ -112,7 +113,8 @@ def check_number(
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name}={x!r}: must be a number, not {type(x).__name__}; pass a float")
     if not math.isfinite(x) or not ok(x):
-        raise ValueError(f"{name}={x!r}: must be {limit}; nothing was generated, pass a value in that range")
+        raise ValueError(f"{name}={x!r}: must be {limit}; "
+                         "nothing was generated, pass a value in that range")
 
 def check_sampling(
     temperature:float, # any finite number
@@ -128,6 +130,7 @@ def check_sampling(
     check_number("repetition_penalty", repetition_penalty, lambda x: x > 0, "finite and above 0")
     if top_k is not None: check_int("top_k", top_k, 1, "it counts words, None keeps all")
 
+# %% ../nbs/09a_sampling.ipynb #c060c
 def make_generators(
     seed, # an int, a list with one for each row, or None
     generator, # a `torch.Generator`, a list with one for each row, or None
@@ -136,20 +139,24 @@ def make_generators(
 ): # what `draw` takes
     "Generators from seeds or from what the caller has; with neither the global state is used"
     if seed is not None and generator is not None:
-        raise ValueError("seed and generator: must not both be given, they may disagree; drop one of the two")
+        raise ValueError("seed and generator: must not both be given, they may disagree; "
+                         "drop one of the two")
     name, given = ("seed", seed) if generator is None else ("generator", generator)
     if given is None: return None
     many = isinstance(given, (list, tuple))
     if many and len(given) != B:
-        raise ValueError(f"{name} has {len(given)} entries for {B} rows: must be one for each row, or one for all")
+        raise ValueError(f"{name} has {len(given)} entries for {B} rows: "
+                         "must be one for each row, or one for all")
     made = []
     for x in given if many else [given]:
         if name == "seed":
             check_int("seed", x, 0, "it seeds a generator, pass a whole number")
-            if x >= 2**64: raise ValueError(f"seed={x}: must be below 2**64, it seeds a generator; pass a smaller one")
+            if x >= 2**64:
+                raise ValueError(f"seed={x}: must be below 2**64, it seeds a generator; pass a smaller one")
             x = torch.Generator(device).manual_seed(x)
         elif not isinstance(x, torch.Generator):
-            raise TypeError(f"generator is a {type(x).__name__}: must be a torch.Generator; a number goes to seed=")
+            raise TypeError(f"generator is a {type(x).__name__}: must be a torch.Generator; "
+                            "a number goes to seed=")
         elif x.device.type != torch.device(device).type:
             raise ValueError(f"generator is on {x.device}, the logits on {device}: must be on one device; "
                              f"use torch.Generator('{device}')")
