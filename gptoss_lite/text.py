@@ -46,10 +46,14 @@ def stop_strings(
     "The stop strings as a list; what could never or would always stop is refused"
     stops = [stop] if isinstance(stop, str) else list(stop)
     for s in stops:
-        if not isinstance(s, str): raise TypeError(f"stop has a {type(s).__name__}: must be strings; ids go to eos_token_id")
-        if not s: raise ValueError("stop has an empty string: must have at least 1 character; it would stop everything")
+        if not isinstance(s, str):
+            raise TypeError(f"stop has a {type(s).__name__}: must be strings; ids go to eos_token_id")
+        if not s:
+            raise ValueError("stop has an empty string: must have at least 1 character, as it would stop everything; "
+                             "leave it out")
     return stops
 
+# %% ../nbs/09b_text.ipynb #c023c
 def until_stop(
     pieces:Iterable[str], # of a text
     stops:Sequence[str], # stop strings, none of them empty
@@ -62,7 +66,8 @@ def until_stop(
         if found:
             if at := min(found)[1]: yield held[:at]
             return
-        n = max((n for s in stops for n in range(1, min(len(s), len(held) + 1)) if held.endswith(s[:n])), default=0)
-        if n < len(held): yield held[:len(held)-n]
-        held = held[len(held)-n:]
+        lengths = (n for s in stops for n in range(1, min(len(s), len(held) + 1)) if held.endswith(s[:n]))
+        free = len(held) - max(lengths, default=0) # characters that can be no beginning any more
+        if free: yield held[:free]
+        held = held[free:]
     if held: yield held
