@@ -42,7 +42,8 @@ def forward_step(
     sink_bias_cache:dict|None=None, # clamped sinks by `id(attn)`
 )->Tensor: # Residuals, `(B, T, C)`
     "Run new tokens through all blocks, with one cosine and sine table per layer kind"
-    positions = start if isinstance(start, Tensor) else torch.arange(start, start + ids.shape[1], device=ids.device)
+    positions = (start if isinstance(start, Tensor) else
+                 torch.arange(start, start + ids.shape[1], device=ids.device)) # (2)
     x = model.embed(ids)
     for i, (block, tables) in enumerate(zip(model.blocks, model.tables(positions))):
         x = _attn_forward_layer(block, i, x, positions, cache, sink_bias_cache, tables=tables)
@@ -75,24 +76,25 @@ def _last(model, caches, texts, memo):
 def _check_untouched(cache, pending, n):
     "Refuse to go on where a stream left `pending` and `n` tokens and another call has been there since"
     if cache.pending is not pending or cache.n_tokens != n:
-        raise ValueError(f"cache holds {cache.n_tokens} tokens, this stream left {n}: it was used or reset by another call since; "
-                         "give each stream a cache of its own")
+        raise ValueError(f"cache holds {cache.n_tokens} tokens, this stream left {n}: "
+                         "it was used or reset by another call since; give each stream a cache of its own")
 
 def with_pending(cache, ids):
     "All that is to be read, `(B, T)`: the ids that are pending, and new ones"
     return ids if cache.pending is None else torch.cat([cache.pending.to(ids), ids], 1)
 
+# %% ../nbs/09c_reading.ipynb #c030b
 def read(
     model,
     caches, # one for all rows of a single text, or one for each text
     texts, # what is to be read, pending ids included, `(B, T)`, or `(1, T)` each
     chunk, # tokens of all texts that are read together, at most
     memo, # clamped sinks by `id(attn)`, filled here
-    then=None, # called with the logits after each text, `(rows, V)`; None leaves the last token of each pending
+    then=None, # called with the logits after each text, `(rows, V)`; None: the last token of each stays pending
     progress=None, # called with the tokens read and all of them, after each pass
     room=None, # tokens to come; None reserves nothing
 ): # what `then` makes
-    "Read texts, of which `then` makes something at the end; `room` tokens are reserved behind what an empty cache will read"
+    "Read texts, of which `then` makes something at the end; an empty cache reserves them and `room` tokens more"
     leave = 0 if then else 1
     total = left = sum(t.shape[1] - leave for t in texts)
     for take in _passes([t.shape[1] - leave for t in texts], chunk):
@@ -132,7 +134,8 @@ def evaluating(model:GPTOSS):
     training = [m for m in model.modules() if m.training] if model.training else []
     if training: model.eval()
     try:
-        with torch.inference_mode(False), torch.no_grad(): yield model  # a cache must outlive the caller's inference mode
+        # a cache must outlive the caller's inference mode
+        with torch.inference_mode(False), torch.no_grad(): yield model
     finally:
         for m in training: m.training = True
 
@@ -144,7 +147,8 @@ def check_ids(
 )->None:
     "Raise unless `input_ids` are ids of the vocabulary"
     if not isinstance(input_ids, Tensor):
-        raise TypeError(f"input_ids is a {type(input_ids).__name__}: must be a tensor of ids (B, T)")
+        raise TypeError(f"input_ids is a {type(input_ids).__name__}: must be a tensor of ids (B, T); "
+                        "use torch.tensor(ids)[None] for one prompt")
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"input_ids has dtype {input_ids.dtype}: must be torch.int64 or torch.int32, "
                         "integers that hold any id; use .long()")
@@ -159,14 +163,15 @@ def check_ids(
         raise ValueError(f"input_ids has ids from {low} to {high}: must lie in 0..{vocab_size-1} "
                          f"(vocab_size={vocab_size}); use the model's own tokenizer")
 
+# %% ../nbs/09c_reading.ipynb #c060c
 def score(
     model:GPTOSS,
     input_ids:Tensor, # Text, `(B, T)`
     *,
     chunk:int=2048, # tokens at a time
     max_logits:int=2**22, # numbers that the head makes at a time
-)->Tensor: # `(B, T-1)`, float32 or wider: the log-probability of each token but the first, given those before it
-    "How likely the model finds a text"
+)->Tensor: # `(B, T-1)`, float32 or wider, natural logarithms
+    "How likely the model finds a text: the log-probability of each token but the first, given those before it"
     V = model.cfg.vocab_size
     check_ids(input_ids, V)
     check_int("chunk", chunk, 1, "it counts tokens")
@@ -175,9 +180,11 @@ def score(
     few = max(1, max_logits//(B*V)) # positions
     with evaluating(model):
         for s in range(0, T - 1, chunk):
-            text, targets = input_ids[:, s:s+chunk][:, :T-1-s], input_ids[:, s+1:s+1+chunk].long()
+            text = input_ids[:, s:s+chunk][:, :T-1-s] # the last token is only a target
+            targets = input_ids[:, s+1:s+1+chunk].long()
             x = forward_step(model, text, s, cache, memo)
             for y, t in zip(x.split(few, 1), targets.split(few, 1)):
                 out.append(model.logits(y).log_softmax(-1).gather(-1, t[..., None])[..., 0]) # (5)
     w = model.head.weight
-    return torch.cat(out, 1) if out else w.new_zeros(B, 0, dtype=torch.promote_types(w.dtype, torch.float32))
+    dtype = torch.promote_types(w.dtype, torch.float32)
+    return torch.cat(out, 1) if out else w.new_zeros(B, 0, dtype=dtype)
