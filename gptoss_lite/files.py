@@ -37,22 +37,29 @@ def _check_layers(path, model, tensors, n, rewind):
     wrong = [f"{what} {', '.join(sorted(x))}" for what, x in odd if x]
     for i, a in layers if not wrong else []:
         k, v = tensors[f"{i}.k"], tensors[f"{i}.v"]
-        least, most = (min(n, a.window_size), min(n, a.window_size + rewind)) if a.is_windowed else (n, n)
-        right = k.dim() == 4 and k.shape == v.shape and k.shape[:1] == first.shape[:1] and k.numel() > 0 and \
-                (k.shape[1], k.shape[3]) == (a.n_kv_heads, a.head_dim) and least <= k.shape[2] <= most
-        if not right: wrong.append(f"layer {i} has keys {tuple(k.shape)} and values {tuple(v.shape)}, not (B, {a.n_kv_heads}, {most}, {a.head_dim})")
-        elif not k.dtype == v.dtype == first.dtype or not k.is_floating_point(): wrong.append(f"layer {i} has types {k.dtype} and {v.dtype}, not {first.dtype}")
-    if wrong: raise ValueError(f"path={str(path)!r}: what it holds is not a cache of this model: {wrong[0]}; use the model that made it")
+        least, most = n, n
+        if a.is_windowed: least, most = min(n, a.window_size), min(n, a.window_size + rewind)
+        alike = k.dim() == 4 and k.shape == v.shape and k.shape[:1] == first.shape[:1] and k.numel() > 0
+        sizes = (a.n_kv_heads, a.head_dim)
+        if not alike or (k.shape[1], k.shape[3]) != sizes or not least <= k.shape[2] <= most:
+            wrong.append(f"layer {i} has keys {tuple(k.shape)} and values {tuple(v.shape)}, "
+                         f"not (B, {a.n_kv_heads}, {most}, {a.head_dim})")
+        elif not k.dtype == v.dtype == first.dtype or not k.is_floating_point():
+            wrong.append(f"layer {i} has types {k.dtype} and {v.dtype}, not {first.dtype}")
+    if wrong:
+        raise ValueError(f"path={str(path)!r}: what it holds is not a cache of this model: {wrong[0]}; "
+                         "use the model that made it")
 
 # %% ../nbs/09d_files.ipynb #c018
 def _texts(cache, ids):
     "The ids of the tokens held; raise where `ids` cannot be what was fed"
-    if not isinstance(ids, Tensor) or ids.dim() != 2: raise TypeError(f"ids={ids!r}: must be a tensor (B, n_tokens); pass what was fed")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        raise TypeError(f"ids={ids!r}: must be a tensor (B, n_tokens); pass what was fed")
     n, rest = cache.n_tokens, ids[:, cache.n_tokens:]
     ends = not rest.numel() or cache.pending is not None and torch.equal(rest, cache.pending.to(rest))
     if ids.shape[1] < n or cache.batch_size not in (None, ids.shape[0]) or not ends:
-        raise ValueError(f"ids has shape {tuple(ids.shape)}: must be {cache.batch_size} rows of the {n} tokens held, with or without "
-                         "what is pending behind them; pass what was fed")
+        raise ValueError(f"ids has shape {tuple(ids.shape)}: must be {cache.batch_size} rows of the {n} tokens held, "
+                         "with or without what is pending behind them; pass what was fed")
     return ids[:, :n]
 
 # %% ../nbs/09d_files.ipynb #c020
@@ -66,12 +73,15 @@ def save_cache(
     *,
     weights:str|None=None, # `fingerprint(model)`, where it is known already
 )->None:
-    "Write the tokens held, their ids, and what is needed to trust them to one safetensors file; an interrupted save leaves the old file"
+    "Write what the cache holds, and what is needed to trust it, to one file; an interrupted save leaves the old one"
     path, held, n = Path(path), cache._filled, cache.n_tokens
-    if not path.parent.is_dir(): raise FileNotFoundError(f"path={str(path)!r}: its folder does not exist; make the folder first")
-    if len({b.n_tokens for b in held.values()}) > 1 or cache.pending is not None and not cache.pending.numel():
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path={str(path)!r}: its folder does not exist; make the folder first")
+    seen = {b.n_tokens for b in held.values()}
+    if len(seen) > 1 or cache.pending is not None and not cache.pending.numel():
         raise ValueError("cache holds part of a step that was broken off: must hold whole steps; reset() it")
-    tensors = {f"{i}.{x}": t.detach().cpu().contiguous() for i, b in held.items() for x, t in zip("kv", _held(b))}
+    tensors = {f"{i}.{x}": t.detach().cpu().contiguous()
+               for i, b in held.items() for x, t in zip("kv", _held(b))}
     _check_layers(path, model, tensors, n, cache.max_rewind)
     meta = dict(format=_FORMAT, config=json.dumps(model.cfg.to_dict()), weights=weights or fingerprint(model),
                 n_tokens=str(n), rewind=str(cache.max_rewind),
@@ -80,35 +90,18 @@ def save_cache(
     _write(path, tensors, meta)
 
 # %% ../nbs/09d_files.ipynb #c024
-def load_cache(
-    path:str|Path, # a `.safetensors` file
-    model:GPTOSS, # that is to continue
-    cache:MixedKVCache|None=None, # is filled, whatever it held; by default a new one
-    *,
-    weights:str|None=None, # `fingerprint(model)`, where it is known already
-)->tuple[MixedKVCache,Tensor|None]: # the cache, and the ids of its tokens, `(B, n_tokens)`, if they were saved
-    "Read a file of `save_cache`; where it is damaged, or is not this model's, a `ValueError` says so and nothing has changed"
-    with lasting(): tensors, meta = _read(path, _FORMAT)
-    bad = lambda why: ValueError(f"path={str(path)!r}: {why}")
-    if meta.get("format") != _FORMAT: raise bad(f"its format is {meta.get('format')!r}, not {_FORMAT!r}; it is no cache, or one of another version")
-    try:
-        theirs, n, rewind = dict(json.loads(meta["config"])), int(meta["n_tokens"]), int(meta["rewind"])
-        ids, pending, made_by, digest = json.loads(meta["token_ids"]), json.loads(meta["pending"]), meta["weights"], meta["digest"]
-        ids, pending = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in (ids, pending))
-    except (KeyError, ValueError, TypeError, RuntimeError) as e: raise bad(f"its metadata cannot be read ({e!r}); save it again") from e
+def _said(meta):
+    "What the text of a file says, each entry as what it is"
+    n, rewind = int(meta["n_tokens"]), int(meta["rewind"])
+    texts = [json.loads(meta[name]) for name in ("token_ids", "pending")]
+    ids, pending = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in texts)
+    return dict(json.loads(meta["config"])), n, rewind, ids, pending, meta["weights"], meta["digest"]
+
+def _differences(model, theirs):
+    "In what another configuration differs from the model's"
     ours = json.loads(json.dumps(model.cfg.to_dict()))
-    differ = [f"{k} ({theirs.get(k)} there, {ours.get(k)} here)" for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
-    if differ: raise bad(f"its model differs in {', '.join(differ)}; use the model that made it")
-    if made_by != (weights or fingerprint(model)): raise bad("other weights of the same configuration made it; use the model that made it")
-    _check_layers(path, model, tensors, n, rewind)
-    _same(path, "tensors do", tensor_digest(tensors), digest)
-    B = tensors["0.k"].shape[0] if n else None
-    for name, x, length in (("token_ids", ids, n), ("pending", pending, None)):
-        if x is not None and (x.dim() != 2 or B not in (None, x.shape[0]) or length not in (None, x.shape[1])):
-            raise bad(f"its {name} have shape {tuple(x.shape)}, but it holds {n} tokens of {B} rows; save it again")
-    if cache is None: cache = MixedKVCache(rewind=rewind)
-    if n > cache.max_tokens: raise bad(f"it holds {n} tokens, the cache at most max_tokens={cache.max_tokens}; pass a cache with a larger one")
-    return _fill(cache, model, tensors, n, pending), ids
+    return [f"{k} ({theirs.get(k)} there, {ours.get(k)} here)"
+            for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
 
 # %% ../nbs/09d_files.ipynb #c025
 def _fill(cache, model, tensors, n, pending):
@@ -128,3 +121,36 @@ def _fill(cache, model, tensors, n, pending):
     cache.reset()
     cache.buffers, cache.pending = buffers, None if pending is None else pending.to(device)
     return cache
+
+# %% ../nbs/09d_files.ipynb #c025b
+def load_cache(
+    path:str|Path, # a `.safetensors` file
+    model:GPTOSS, # that is to continue
+    cache:MixedKVCache|None=None, # is filled, whatever it held; by default a new one
+    *,
+    weights:str|None=None, # `fingerprint(model)`, where it is known already
+)->tuple[MixedKVCache,Tensor|None]: # the cache, and the ids of its tokens, `(B, n_tokens)`, if they were saved
+    "Read a file of `save_cache`; a damaged one, or one of another model, is a `ValueError`, and nothing has changed"
+    with lasting(): tensors, meta = _read(path, _FORMAT)
+    bad = lambda why: ValueError(f"path={str(path)!r}: {why}")
+    if meta.get("format") != _FORMAT:
+        raise bad(f"its format is {meta.get('format')!r}, not {_FORMAT!r}; it is no cache, or one of another version")
+    try: theirs, n, rewind, ids, pending, made_by, digest = _said(meta)
+    except (KeyError, ValueError, TypeError, RuntimeError) as e:
+        raise bad(f"its metadata cannot be read ({e!r}); save it again") from e
+    if differ := _differences(model, theirs):
+        raise bad(f"its model differs in {', '.join(differ)}; use the model that made it")
+    if made_by != (weights or fingerprint(model)):
+        raise bad("other weights of the same configuration made it; use the model that made it")
+    _check_layers(path, model, tensors, n, rewind)
+    _same(path, "tensors do", tensor_digest(tensors), digest)
+    B = tensors["0.k"].shape[0] if n else None
+    for name, x, length in (("token_ids", ids, n), ("pending", pending, None)):
+        if x is not None and (x.dim() != 2 or B not in (None, x.shape[0]) or length not in (None, x.shape[1])):
+            raise bad(f"its {name} have shape {tuple(x.shape)}, "
+                      f"but it holds {n} tokens of {B} rows; save it again")
+    if cache is None: cache = MixedKVCache(rewind=rewind)
+    if n > cache.max_tokens:
+        raise bad(f"it holds {n} tokens, the cache at most max_tokens={cache.max_tokens}; "
+                  "pass a cache with a larger one")
+    return _fill(cache, model, tensors, n, pending), ids
