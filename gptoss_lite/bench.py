@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from fastcore.basics import patch
 from tqdm.auto import tqdm
 import gptoss_lite
 from .attention import causal_attention, manual_causal_attention, repeat_kv, visible
@@ -35,22 +36,26 @@ from .model import GPTOSS
 from .passkey import read_log, summarize
 from .reuse import ConcatKVCache
 from .rope import apply_rope
-from .roofline import Cost, Hardware, best_seconds, decode_cost, layer_matrix_flops, measure_this_machine, prefill_attention_flops
+from .roofline import (Hardware, best_seconds, decode_cost, layer_matrix_flops, measure_this_machine,
+                                  prefill_attention_flops)
 
 # %% ../nbs/14_bench.ipynb #c006
 def cpu_name()->str:
     "The processor's name as the system gives it, or at least its kind"
     info, name = Path("/proc/cpuinfo"), ""
-    if info.exists(): name = (re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.M) or ["", ""])[1]
+    if info.exists():
+        name = (re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.M) or ["", ""])[1]
     elif sys.platform == "darwin":
-        name = subprocess.run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True).stdout
+        ask = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(ask, capture_output=True, text=True).stdout
     return name.strip() or platform.processor() or platform.machine()
 
 def run_info(device:str="cpu")->dict: # what a reader needs to repeat or doubt a result
     "Versions, machine and time of a run"
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
-    return dict(gptoss_lite=gptoss_lite.__version__, torch=torch.__version__, python=platform.python_version(), device=device,
-                machine=name, cores=os.cpu_count(), threads=torch.get_num_threads(), time=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    return dict(gptoss_lite=gptoss_lite.__version__, torch=torch.__version__, python=platform.python_version(),
+                device=device, machine=name, cores=os.cpu_count(), threads=torch.get_num_threads(),
+                time=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 # %% ../nbs/14_bench.ipynb #c010
 def measure_machine(
@@ -59,7 +64,8 @@ def measure_machine(
     "How fast this machine reads (the sum of 512 MiB) and multiplies (a product of 2048 by 2048 matrices)"
     if device != "cpu": return measure_this_machine(device)
     x, a = torch.ones(2**27), torch.ones(2048, 2048)
-    return Hardware("this machine", 2*2048**3/best_seconds(lambda: a @ a, moment=1), x.nbytes/best_seconds(x.sum, moment=1),
+    flops, bandwidth = 2*2048**3/best_seconds(lambda: a @ a, moment=1), x.nbytes/best_seconds(x.sum, moment=1)
+    return Hardware("this machine", flops, bandwidth,
                     "measured: a sum over 512 MiB, a product of 2048 by 2048 matrices, float32")
 
 # %% ../nbs/14_bench.ipynb #c013
@@ -67,7 +73,7 @@ def prefill_flops(
     cfg:ModelConfig,
     T:int, # Tokens of the prompt
 )->int: # FLOP
-    "The useful work of a prefill: each token's matrices, each visible pair of tokens, and one position through the head"
+    "The useful work of a prefill: each token's matrices, each pair that attends, one position through the head"
     W = min(T, cfg.window_size)
     pairs = {"global": T*(T + 1)//2, "windowed": W*(W + 1)//2 + (T - W)*W}
     attention = sum(pairs[kind] for kind in cfg.kinds)*prefill_attention_flops(cfg, 1)
@@ -124,7 +130,7 @@ class Concat(Ours):
 
 # %% ../nbs/14_bench.ipynb #c022
 class Specification(Ours):
-    "Append, then get; K and V repeated for all query heads; a column for the sink; a mask over the history; the head on all positions"
+    "Append, then get; K and V repeated, a column for the sink, a mask, the head on all positions"
     def feed(self, ids:Tensor)->Tensor: # logits after the last `(B, V)`; those of the others are computed, too
         model, x = self.model, self.model.embed(ids)
         tables = model.tables(torch.arange(ids.shape[1], device=ids.device) + self.cache.n_tokens)
@@ -148,10 +154,11 @@ class Specification(Ours):
         k, v = (repeat_kv(y, attn.n_rep) for y in self.cache.get(layer_idx, attn.is_windowed))
         S = k.shape[2]
         mask = torch.zeros(H, T, S + 1, dtype=dtype, device=x.device)
-        mask[..., :S].masked_fill_(~visible(T, S, attn.window_size if attn.is_windowed else None, x.device), -torch.inf)
+        see = visible(T, S, attn.window_size if attn.is_windowed else None, x.device)
+        mask[..., :S].masked_fill_(~see, -torch.inf)
         if attn.sink_bias is not None: mask[..., S] = attn.clamped_sink()[:, None]
         else: mask[..., S] = -torch.inf
-        k, v = (F.pad(y, (0, 0, 0, 1)) for y in (k, v)) # a key and a value of zeros: its score is the mask's, the sink
+        k, v = (F.pad(y, (0, 0, 0, 1)) for y in (k, v)) # a key of zeros: its score is the mask's, the sink
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return attn.o_proj(out.transpose(1, 2).reshape(B, T, -1))
 
@@ -162,17 +169,18 @@ def hf_config(cfg:ModelConfig): # a transformers.GptOssConfig
     "The same sizes in transformers' words"
     from transformers import GptOssConfig
     kinds = {"windowed": "sliding_attention", "global": "full_attention"}
-    rope = dict(rope_type="yarn", rope_theta=float(cfg.rope_theta), factor=float(cfg.yarn_scale_factor), truncate=cfg.yarn_truncate,
-                beta_fast=float(cfg.yarn_beta_fast), beta_slow=float(cfg.yarn_beta_slow),
+    rope = dict(rope_type="yarn", rope_theta=float(cfg.rope_theta), factor=float(cfg.yarn_scale_factor),
+                beta_fast=float(cfg.yarn_beta_fast), beta_slow=float(cfg.yarn_beta_slow), truncate=cfg.yarn_truncate,
                 original_max_position_embeddings=cfg.yarn_original_max_seq_len)
     return GptOssConfig(
-        num_hidden_layers=cfg.n_layers, hidden_size=cfg.d_model, num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads,
-        head_dim=cfg.head_dim, sliding_window=cfg.window_size, layer_types=[kinds[k] for k in cfg.kinds],
-        num_local_experts=cfg.n_routed_experts, num_experts_per_tok=cfg.n_activated_experts, intermediate_size=cfg.ffn_dim,
-        swiglu_alpha=1., swiglu_limit=1e30, vocab_size=cfg.vocab_size, tie_word_embeddings=cfg.weight_tying,
-        rms_norm_eps=cfg.rms_norm_eps, max_position_embeddings=cfg.eval_max_seq_len, rope_parameters=rope,
-        attn_implementation="eager")
+        num_hidden_layers=cfg.n_layers, layer_types=[kinds[k] for k in cfg.kinds], sliding_window=cfg.window_size,
+        hidden_size=cfg.d_model, num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads,
+        head_dim=cfg.head_dim, num_local_experts=cfg.n_routed_experts, num_experts_per_tok=cfg.n_activated_experts,
+        intermediate_size=cfg.ffn_dim, swiglu_alpha=1., swiglu_limit=1e30, # (3)
+        vocab_size=cfg.vocab_size, tie_word_embeddings=cfg.weight_tying, rms_norm_eps=cfg.rms_norm_eps,
+        max_position_embeddings=cfg.eval_max_seq_len, rope_parameters=rope, attn_implementation="eager")
 
+# %% ../nbs/14_bench.ipynb #c027c
 def hf_order(
     x:Tensor, # keys, or a projection with its rows along the last axis, `(..., D)`
 )->Tensor: # `(..., D)`, first the even coordinates, then the odd ones
@@ -181,33 +189,39 @@ def hf_order(
 
 # %% ../nbs/14_bench.ipynb #c029
 def hf_weights(model:GPTOSS)->dict[str,Tensor]: # for transformers' GptOssForCausalLM
-    "Our weights under transformers' names, in its layout; embedding, head, norms and output projections are shared, not copied"
+    "Our weights under transformers' names, in its layout; what keeps its layout is shared, not copied"
     cfg, sd, out = model.cfg, {n: t.detach() for n, t in model.state_dict().items()}, {}
     C, D, E = cfg.d_model, cfg.head_dim, cfg.n_routed_experts
     rows = lambda w: hf_order(w.view(-1, D, C).mT).mT.reshape(-1, C) # a projection's rows, head by head
     for i, kind in enumerate(cfg.kinds):
         a, b = f"blocks.{i}.", f"model.layers.{i}."
         k, v = sd[a + "attn.kv_proj.weight"].chunk(2)
-        new = {"self_attn.q_proj": rows(sd[a + "attn.q_proj.weight"]), "self_attn.k_proj": rows(k), "self_attn.v_proj": v.clone(),
-               "self_attn.o_proj": sd[a + "attn.o_proj.weight"], "mlp.router": sd[a + "moe.router.gate.weight"],
+        new = {"self_attn.q_proj": rows(sd[a + "attn.q_proj.weight"]), "self_attn.k_proj": rows(k),
+               "self_attn.v_proj": v.clone(), "self_attn.o_proj": sd[a + "attn.o_proj.weight"],
+               "mlp.router": sd[a + "moe.router.gate.weight"],
                "input_layernorm": sd[a + "norm1.weight"], "post_attention_layernorm": sd[a + "norm2.weight"]}
         out |= {f"{b}{n}.weight": t for n, t in new.items()}
         out |= {f"{b}{n}.bias": t.new_zeros(len(t)) for n, t in new.items() if "proj" in n or "router" in n}
-        sink = a + "attn.sink_bias"
-        out[b + "self_attn.sinks"] = model.blocks[i].attn.clamped_sink().detach() if sink in sd else v.new_full((cfg.n_heads,), -torch.inf)
+        has_sink = a + "attn.sink_bias" in sd
+        out[b + "self_attn.sinks"] = (model.blocks[i].attn.clamped_sink().detach() if has_sink
+                                      else v.new_full((cfg.n_heads,), -torch.inf))
         w13, w2 = (w.detach() for w in model.blocks[i].moe.experts.parameters())
-        out[b + "mlp.experts.gate_up_proj"] = w13.unflatten(1, (2, -1)).permute(0, 3, 2, 1).flatten(2) # gate and up take turns
-        out[b + "mlp.experts.gate_up_proj_bias"] = w13.new_tensor([0., -1.]).repeat(E, cfg.ffn_dim) # it multiplies by up + 1
-        out[b + "mlp.experts.down_proj"], out[b + "mlp.experts.down_proj_bias"] = w2.mT.contiguous(), w2.new_zeros(E, C)
-    return out | {"model.embed_tokens.weight": sd["embed.weight"], "model.norm.weight": sd["norm.weight"], "lm_head.weight": sd["head.weight"]}
+        experts = b + "mlp.experts."
+        out[experts + "gate_up_proj"] = w13.unflatten(1, (2, -1)).permute(0, 3, 2, 1).flatten(2) # they take turns
+        out[experts + "gate_up_proj_bias"] = w13.new_tensor([0., -1.]).repeat(E, cfg.ffn_dim) # (3), for up + 1
+        out[experts + "down_proj"], out[experts + "down_proj_bias"] = w2.mT.contiguous(), w2.new_zeros(E, C)
+    return out | {"model.embed_tokens.weight": sd["embed.weight"], "model.norm.weight": sd["norm.weight"],
+                  "lm_head.weight": sd["head.weight"]}
 
+# %% ../nbs/14_bench.ipynb #c029b
 def hf_model(model:GPTOSS): # a transformers.GptOssForCausalLM
     "transformers' GPT-OSS with the weights of `model`"
     from transformers import GptOssForCausalLM
     with torch.device("meta"): hf = GptOssForCausalLM(hf_config(model.cfg))
     hf.load_state_dict(hf_weights(model), strict=True, assign=True)
-    hf.model.rotary_emb = type(hf.model.rotary_emb)(hf.config) # its tables are no weights: made again, off the meta device
-    if model.embed.weight.dtype == torch.float64: hf.set_experts_implementation("eager") # its default way has no float64
+    rope = hf.model.rotary_emb
+    hf.model.rotary_emb = type(rope)(hf.config) # tables are no weights: made again, off the meta device
+    if model.embed.weight.dtype == torch.float64: hf.set_experts_implementation("eager") # the default has no float64
     return hf.eval().to(model.embed.weight.device)
 
 # %% ../nbs/14_bench.ipynb #c031
@@ -239,40 +253,47 @@ class Transformers(Ours):
     )->None:
         self.cache.update(hf_order(k_rot), v, layer_idx)
         layer = self.cache.layers[layer_idx]
-        if layer.is_sliding: layer.keys, layer.values = layer.keys.clone(), layer.values.clone() # or the view keeps all T
+        if layer.is_sliding: # or the view keeps all T
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
     attention = "eager" # what it is registered as
     def feed(self, ids:Tensor)->Tensor: # logits after the last `(B, V)`, in float32
         self.hf.set_attn_implementation(self.attention) # one copy serves several rivals
-        return self.hf(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.keyword: self.cache}).logits[:, -1].float()
-
-    @contextmanager
-    def comparable(self):
-        "Add what it lacks: the shared experts, and our position tables (pruned in global layers, made in float64)"
-        cfg, sd, hooks, layers = self.model.cfg, self.model.state_dict(), [], self.hf.model.layers
-        def positions(module, args, kwargs):
-            like, tables = kwargs["hidden_states"], self.model.tables(kwargs["position_ids"][0])[module.layer_idx]
-            return args, kwargs | {"position_embeddings": tuple(t[None].to(like) for t in tables)}
-        def shared(i):
-            def hook(module, args, out):
-                y, x = out[0], args[0]
-                for s in range(cfg.n_shared_experts):
-                    w1, w2, w3 = (sd[f"blocks.{i}.moe.shared_experts.{s}.w{n}.weight"] for n in (1, 2, 3))
-                    y = y + F.linear(F.silu(F.linear(x, w1))*F.linear(x, w3), w2)
-                return y, *out[1:]
-            return hook
-        try:
-            for i, layer in enumerate(layers):
-                hooks.append(layer.mlp.register_forward_hook(shared(i)))
-                hooks.append(layer.self_attn.register_forward_pre_hook(positions, with_kwargs=True))
-            yield
-        finally:
-            for h in hooks: h.remove()
+        out = self.hf(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.keyword: self.cache})
+        return out.logits[:, -1].float()
 
     sizes = staticmethod(lambda cfg: cfg.replace(n_shared_experts=0)) # GPT-OSS has none
-    weights = staticmethod(lambda cfg: count_parameters(cfg.replace(n_shared_experts=0)) - cfg.vocab_size*cfg.d_model)
+    weights = staticmethod(
+        lambda cfg: count_parameters(cfg.replace(n_shared_experts=0)) - cfg.vocab_size*cfg.d_model)
     workspace = staticmethod(lambda cfg, T: 4*cfg.n_heads*T**2)
 
+# %% ../nbs/14_bench.ipynb #c031f
+@patch
+@contextmanager
+def comparable(self:Transformers):
+    "Add what transformers' GPT-OSS lacks"
+    cfg, sd, hooks, layers = self.model.cfg, self.model.state_dict(), [], self.hf.model.layers
+    def positions(module, args, kwargs):
+        tables = self.model.tables(kwargs["position_ids"][0])[module.layer_idx]
+        like = kwargs["hidden_states"]
+        return args, kwargs | {"position_embeddings": tuple(t[None].to(like) for t in tables)}
+    def shared(i):
+        def hook(module, args, out):
+            y, x = out[0], args[0]
+            for s in range(cfg.n_shared_experts):
+                w1, w2, w3 = (sd[f"blocks.{i}.moe.shared_experts.{s}.w{n}.weight"] for n in (1, 2, 3))
+                y = y + F.linear(F.silu(F.linear(x, w1))*F.linear(x, w3), w2)
+            return y, *out[1:]
+        return hook
+    try:
+        for i, layer in enumerate(layers):
+            hooks.append(layer.mlp.register_forward_hook(shared(i)))
+            hooks.append(layer.self_attn.register_forward_pre_hook(positions, with_kwargs=True))
+        yield
+    finally:
+        for h in hooks: h.remove()
+
+# %% ../nbs/14_bench.ipynb #c031h
 class TransformersStatic(Transformers):
     "The same with a `StaticCache`: all slots are allocated at once, and attention runs over all of them"
     def new_cache(self,
@@ -321,7 +342,8 @@ class WithBoth(WithOurCache, WithOurAttention):
     "transformers' GPT-OSS with our cache and our attention"
     workspace = Ours.workspace
 
-INSIDE = {"transformers+cache": WithOurCache, "transformers+attention": WithOurAttention, "transformers+both": WithBoth}
+INSIDE = {"transformers+cache": WithOurCache, "transformers+attention": WithOurAttention,
+          "transformers+both": WithBoth}
 RIVALS = COMPETITORS | INSIDE
 
 # %% ../nbs/14_bench.ipynb #c034
@@ -343,8 +365,10 @@ def random_model(cfg:ModelConfig, dtype:torch.dtype=torch.float32, device:str="c
 
 def random_ids(model:GPTOSS, T:int, seed:int=0)->Tensor: # `(1, T)`
     "A random text"
-    return torch.randint(model.cfg.vocab_size, (1, T), generator=torch.Generator().manual_seed(seed)).to(model.embed.weight.device)
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(model.cfg.vocab_size, (1, T), generator=g).to(model.embed.weight.device)
 
+# %% ../nbs/14_bench.ipynb #c034b
 def fill_alike(
     rivals:list, # objects of `RIVALS`' classes, all of one model, their caches empty
     T:int,
@@ -358,7 +382,7 @@ def fill_alike(
         for r in rivals: r.fill(i, k, v)
 
 # %% ../nbs/14_bench.ipynb #c042
-AGREE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05} # relative to the logits' size
+AGREE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05} # of the logits' size
 
 def _wait(device): return torch.cuda.synchronize() if torch.device(device).type == "cuda" else None
 
@@ -385,19 +409,35 @@ def rounds(
     def nbytes(group): # all caches, the weights, and what the greediest step repeats or copies
         extra = 2*kv_bytes_per_token(cfg, dtype)*T*cfg.n_rep
         copies = {RIVALS[n].weights(cfg) for n in group} # transformers' one copy serves both of its caches
-        return dtype.itemsize*(count_parameters(cfg) + sum(copies)) + sum(RIVALS[n].held(cfg, T, dtype) for n in ["ours", *group]) + extra
+        held = sum(RIVALS[n].held(cfg, T, dtype) for n in ["ours", *group])
+        return dtype.itemsize*(count_parameters(cfg) + sum(copies)) + held + extra
     groups = [[]]
     for n in names:
         if groups[-1] and nbytes([*groups[-1], n]) > memory: groups.append([])
         groups[-1].append(n)
     return groups
 
+# %% ../nbs/14_bench.ipynb #c043b
+def _first_step(rivals, ids, budget, device, tick): # logits and seconds of each, and why who cannot go on
+    "The step whose logits are compared; it warms up, too"
+    logits, spent, why = {}, dict.fromkeys(rivals, 0.), {}
+    for n, r in rivals.items():
+        tick(f"{n}, logits")
+        try:
+            with r.comparable(): logits[n], spent[n] = _timed(lambda: r.feed(ids), device)
+        except (RuntimeError, NotImplementedError) as e:
+            if n == "ours": raise
+            why[n] = f"does not run here: {str(e).splitlines()[0][:200]}"
+        if spent[n] > budget: why[n] = f"one step took {spent[n]:.0f} s, more than the budget of {budget:g} s"
+    return logits, spent, why
+
+# %% ../nbs/14_bench.ipynb #c043c
 def decode_rows(
     model:GPTOSS,
     contexts:list[int], # tokens in the cache
     names:list[str]=tuple(COMPETITORS), # in `RIVALS`; ours runs, named or not
     repeats:int=9, # timed steps, after one that warms up
-    budget:float=30., # seconds for one competitor at one length; it gets three steps at least, if one is within the budget
+    budget:float=30., # seconds for one competitor at one length; at least three steps, if one fits in
     memory:float=14*2**30, # bytes
     tick=lambda said: None, # told what is going on
 )->Iterator[dict]: # a row for each length, round and competitor: its time, or why there is none
@@ -409,15 +449,8 @@ def decode_rows(
             tick(f"filling {T:,} tokens")
             rivals = {n: RIVALS[n](model, T + repeats + 1) for n in ["ours", *group]}
             fill_alike(list(rivals.values()), T)
-            times, spent, why, logits = {n: [] for n in rivals}, dict.fromkeys(rivals, 0.), {}, {}
-            for n, r in rivals.items(): # the first step also warms up
-                tick(f"{n}, {T:,} tokens, logits")
-                try:
-                    with r.comparable(): logits[n], spent[n] = _timed(lambda: r.feed(ids[:, :1]), device)
-                except (RuntimeError, NotImplementedError) as e:
-                    if n == "ours": raise
-                    why[n] = f"does not run here: {str(e).splitlines()[0][:200]}"
-                if spent[n] > budget: why[n] = f"one step took {spent[n]:.0f} s, more than the budget of {budget:g} s"
+            times = {n: [] for n in rivals}
+            logits, spent, why = _first_step(rivals, ids[:, :1], budget, device, tick)
             for t in range(1, repeats + 1):
                 for n, r in rivals.items():
                     if n in why or (len(times[n]) >= 3 and spent[n] > budget): continue
@@ -426,15 +459,27 @@ def decode_rows(
                     times[n].append(seconds); spent[n] += seconds
             for n in rivals:
                 cost = decode_cost(RIVALS[n].sizes(cfg), T, dtype)
-                row = dict(what="decode", competitor=n, tokens=T, round=number, flops=cost.flops, nbytes=cost.nbytes)
+                row = dict(what="decode", competitor=n, tokens=T, round=number)
+                row |= dict(flops=cost.flops, nbytes=cost.nbytes)
                 if n in logits:
                     far = disagreement(logits[n], logits["ours"])
                     row |= dict(disagreement=far, agrees=far <= AGREE[dtype])
                 if n in why: yield row | dict(skipped=why[n])
-                else: yield row | stats(times[n]) | dict(times_ours=median(times[n])/median(times["ours"]) if "ours" not in why else None)
+                else:
+                    times_ours = median(times[n])/median(times["ours"]) if "ours" not in why else None
+                    yield row | stats(times[n]) | dict(times_ours=times_ours)
             del rivals, r; gc.collect()
 
 # %% ../nbs/14_bench.ipynb #c045
+def _compared(model, name, tokens, tick): # what a row says about its logits
+    "Logits of a prompt, held to ours; the specification's prefill loses keys beyond the window"
+    tick(f"{name}, logits")
+    m = min(tokens, model.cfg.window_size) if name == "specification" else tokens
+    ids, r = random_ids(model, m), RIVALS[name](model, m)
+    with r.comparable(): far = disagreement(r.feed(ids), Ours(model, m).feed(ids))
+    return dict(compared=m, disagreement=far, agrees=far <= AGREE[model.embed.weight.dtype])
+
+# %% ../nbs/14_bench.ipynb #c045b
 def prefill_rows(
     model:GPTOSS,
     contexts:list[int], # tokens of the prompt
@@ -445,22 +490,18 @@ def prefill_rows(
     compare:int=512, # tokens whose logits are compared first
     tick=lambda said: None, # told what is going on
 )->Iterator[dict]: # a row for each length and competitor: its time, or why there is none
-    "Time whole prompts; a competitor that would take longer than its budget, or more memory, is passed over with the reason"
+    "Time whole prompts; who would take longer than its budget, or more memory, is passed over with the reason"
     cfg, dtype, device = model.cfg, model.embed.weight.dtype, model.embed.weight.device
-    names, error, last = ["ours", *(n for n in names if n != "ours")], {}, {}
-    for n in names: # the specification's prefill loses keys beyond the window
-        tick(f"{n}, logits")
-        m = min(compare, cfg.window_size) if n == "specification" else compare
-        ids, r = random_ids(model, m), RIVALS[n](model, m)
-        with r.comparable(): error[n] = dict(compared=m, disagreement=disagreement(r.feed(ids), Ours(model, m).feed(ids)))
-        error[n]["agrees"] = error[n]["disagreement"] <= AGREE[dtype]
+    names, last = ["ours", *(n for n in names if n != "ours")], {}
+    error = {n: _compared(model, n, compare, tick) for n in names}
     for T in contexts:
         ids, times, why = random_ids(model, T, seed=T), {n: [] for n in names}, {}
         for n in names:
             c = RIVALS[n]
             numbers = count_parameters(cfg) + sum({RIVALS[m].weights(cfg) for m in names}) + c.workspace(cfg, T)
             need = dtype.itemsize*numbers + c.held(cfg, T, dtype)
-            if need > memory: why[n] = f"would take {need/2**30:.0f} GiB, more than the {memory/2**30:g} GiB allowed"
+            if need > memory:
+                why[n] = f"would take {need/2**30:.0f} GiB, more than the {memory/2**30:g} GiB allowed"
             elif n in last and (guess := last[n][1]*(T/last[n][0])**2) > budget and n != "ours":
                 why[n] = f"would take some {guess:.0f} s, more than the budget of {budget:g} s"
         for t in range(repeats):
@@ -471,7 +512,8 @@ def prefill_rows(
                 times[n].append(_timed(lambda: r.feed(ids), device)[1])
                 del r; gc.collect()
         for n in names:
-            row = dict(what="prefill", competitor=n, tokens=T, flops=prefill_flops(RIVALS[n].sizes(cfg), T)) | error[n]
+            flops = prefill_flops(RIVALS[n].sizes(cfg), T)
+            row = dict(what="prefill", competitor=n, tokens=T, flops=flops) | error[n]
             if n in why: yield row | dict(skipped=why[n])
             else:
                 last[n] = T, median(times[n])
@@ -485,14 +527,16 @@ def attention_rows(
     device:str="cpu",
     repeats:int=9, # timed rounds, after one that warms up
 )->Iterator[dict]: # a row for each length and each of three ways
-    "One query per head over the keys and values of all global layers, layer after layer: seconds and bytes are those of one layer"
+    "One query per head over the caches of all global layers, one after the other; seconds and bytes of one layer"
     g, G, L = torch.Generator().manual_seed(0), cfg.n_rep, cfg.n_global
-    q, sink = (torch.randn(*shape, generator=g).to(device, dtype) for shape in [(1, cfg.n_heads, 1, cfg.head_dim), (cfg.n_heads,)])
+    def random(*shape): return torch.randn(*shape, generator=g).to(device, dtype)
+    q, sink = random(1, cfg.n_heads, 1, cfg.head_dim), random(cfg.n_heads)
     sdpa = F.scaled_dot_product_attention
-    ways = {"ours": lambda k, v: causal_attention(q, k, v, sink), "repeat_kv, then SDPA": lambda k, v: sdpa(q, repeat_kv(k, G), repeat_kv(v, G)),
+    ways = {"ours": lambda k, v: causal_attention(q, k, v, sink),
+            "repeat_kv, then SDPA": lambda k, v: sdpa(q, repeat_kv(k, G), repeat_kv(v, G)),
             "SDPA, enable_gqa": lambda k, v: sdpa(q, k, v, enable_gqa=True)}
     for T in contexts:
-        kv = [[torch.randn(1, cfg.n_kv_heads, T, cfg.head_dim, generator=g).to(device, dtype) for _ in "kv"] for _ in range(L)]
+        kv = [[random(1, cfg.n_kv_heads, T, cfg.head_dim) for _ in "kv"] for _ in range(L)]
         times = {n: [] for n in ways}
         for r in range(repeats + 1):
             for n, way in ways.items():
@@ -500,10 +544,12 @@ def attention_rows(
                 if r: times[n].append(seconds/L)
         for n, way in ways.items():
             error = disagreement(way(*kv[0]), manual_causal_attention(q, *kv[0], sink if n == "ours" else None))
-            yield dict(what="attention", competitor=n, tokens=T, nbytes=T*kv_bytes_per_token(cfg, dtype), flops=T*prefill_attention_flops(cfg, 1),
-                       disagreement=error, agrees=error <= AGREE[dtype]) | stats(times[n])
+            yield dict(what="attention", competitor=n, tokens=T, nbytes=T*kv_bytes_per_token(cfg, dtype),
+                       flops=T*prefill_attention_flops(cfg, 1), disagreement=error,
+                       agrees=error <= AGREE[dtype]) | stats(times[n])
         del kv
 
+# %% ../nbs/14_bench.ipynb #c048c
 def windowed_rows(
     cfg:ModelConfig,
     contexts:list[int]=(8192, 32768), # tokens of the prompt
@@ -511,7 +557,7 @@ def windowed_rows(
     device:str="cpu",
     repeats:int=3, # timed runs at each length
 )->Iterator[dict]: # two rows for each length: the layer, and its attention
-    "A prefill through one windowed layer, and its attention alone: if the work is linear, the time per token stays"
+    "A prefill through one windowed layer, and its attention alone"
     one = random_model(cfg.replace(n_layers=1, layer_types=["windowed"], vocab_size=512), dtype, device)
     times = {(n, T): [] for T in contexts for n in ("layer", "attention")}
     g = torch.Generator().manual_seed(0)
@@ -519,10 +565,13 @@ def windowed_rows(
         for T in contexts:
             ids, ours = random_ids(one, T), Ours(one, T)
             times["layer", T].append(_timed(lambda: ours.feed(ids), device)[1])
-            q, k, v = (torch.randn(1, h, T, cfg.head_dim, generator=g).to(device, dtype) for h in (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads))
-            times["attention", T].append(_timed(lambda: causal_attention(q, k, v, None, cfg.window_size), device)[1])
+            heads = (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads)
+            q, k, v = (torch.randn(1, h, T, cfg.head_dim, generator=g).to(device, dtype) for h in heads)
+            job = lambda: causal_attention(q, k, v, None, cfg.window_size)
+            times["attention", T].append(_timed(job, device)[1])
     for (n, T), t in times.items():
-        yield dict(what="windowed", competitor="ours", part=n, tokens=T) | stats(t) | dict(seconds_per_token=median(t)/T)
+        yield (dict(what="windowed", competitor="ours", part=n, tokens=T) | stats(t)
+               | dict(seconds_per_token=median(t)/T))
 
 # %% ../nbs/14_bench.ipynb #c051
 def peak_memory(
@@ -540,8 +589,9 @@ def peak_memory(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
     return dict(now=peak, peak=peak)
 
+# %% ../nbs/14_bench.ipynb #c051c
 def memory_child(
-    job:str, # JSON: `config`, `dtype`, `tokens`, `competitor`, `phase` and `threads`, as `memory_rows` writes it
+    job:str, # JSON with config, dtype, tokens, competitor, phase and threads, as `memory_rows` writes it
 )->None: # one line of JSON on standard output; runs in a process of its own
     "Build the weights, read a prompt or fill the cache, add 16 tokens, and print what it took"
     job = json.loads(job)
@@ -565,8 +615,10 @@ def memory_child(
         for _ in range(16):
             logits, step = _timed(lambda: r.feed(logits.argmax(-1, keepdim=True)), "cpu")
             steps.append(step)
-    print(json.dumps(dict(imported=start, weights=weights - start, peak=peak_memory()["peak"], prefill_seconds=seconds) | stats(steps)))
+    took = dict(imported=start, weights=weights - start, peak=peak_memory()["peak"], prefill_seconds=seconds)
+    print(json.dumps(took | stats(steps)))
 
+# %% ../nbs/14_bench.ipynb #c051e
 def memory_rows(
     cfg:ModelConfig,
     contexts:dict[str,list[int]], # for "prefill" and "decode"
@@ -577,21 +629,29 @@ def memory_rows(
     memory:float=14*2**30, # bytes
     tick=lambda said: None, # told what is going on
 )->Iterator[dict]: # a row for each phase, length and competitor: its bytes, or why there are none
-    "Peak memory of a prefill with 16 tokens after it, and of decode steps on a filled cache, each in a process of its own"
+    "Peak memory of prompts with 16 tokens after them, and of steps on filled caches, each in a process of its own"
+    run = "import sys; from gptoss_lite.bench import memory_child; memory_child(sys.argv[1])"
     name = str(dtype).removeprefix("torch.")
     for phase, T, n in ((p, T, n) for p, Ts in contexts.items() for T in Ts for n in names):
         tick(f"{n}, {phase} of {T:,} tokens")
         c = RIVALS[n]
         row = dict(what="memory", phase=phase, competitor=n, tokens=T, cache=kv_cache_bytes(cfg, T, dtype=dtype))
-        need = dtype.itemsize*(count_parameters(cfg) + c.workspace(cfg, T)*(phase == "prefill")) + c.held(cfg, T, dtype)
+        numbers = count_parameters(cfg) + c.workspace(cfg, T)*(phase == "prefill")
+        need = dtype.itemsize*numbers + c.held(cfg, T, dtype)
         if need > memory:
             yield row | dict(skipped=f"would take {need/2**30:.0f} GiB, more than the {memory/2**30:g} GiB allowed")
             continue
-        job = dict(config=cfg.to_dict(), dtype=name, tokens=T, competitor=n, phase=phase, threads=threads or torch.get_num_threads())
-        argv = [sys.executable, "-c", "import sys; from gptoss_lite.bench import memory_child; memory_child(sys.argv[1])", json.dumps(job)]
+        job = dict(config=cfg.to_dict(), dtype=name, tokens=T, competitor=n, phase=phase,
+                   threads=threads or torch.get_num_threads())
+        argv = [sys.executable, "-c", run, json.dumps(job)]
         try: done = subprocess.run(argv, capture_output=True, text=True, timeout=budget)
-        except subprocess.TimeoutExpired: yield row | dict(skipped=f"took longer than the budget of {budget:g} s"); continue
-        if done.returncode: yield row | dict(skipped=f"failed: {(done.stderr.strip().splitlines() or ['killed'])[-1][:200]}"); continue
+        except subprocess.TimeoutExpired:
+            yield row | dict(skipped=f"took longer than the budget of {budget:g} s")
+            continue
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["killed"])[-1]
+            yield row | dict(skipped=f"failed: {said[:200]}")
+            continue
         got = json.loads(done.stdout.splitlines()[-1])
         yield row | got | dict(above=got["peak"] - got["imported"] - got["weights"] - row["cache"])
 
@@ -628,28 +688,34 @@ def collect(
             os.replace(tmp, path)
         yield row
 
+# %% ../nbs/14_bench.ipynb #c055c
 def describe(
     row:dict, # of any kind, measured or skipped
     machine:Hardware, # whose peaks are 100 %
 )->str: # one line
     "A row as a line of a table"
-    who = f"{row['what'] + (' ' + row['phase'] if 'phase' in row else ''):<15} {row['tokens']:>8,}  {row.get('part', row['competitor']):<21}"
+    what = row["what"] + (f" {row['phase']}" if "phase" in row else "")
+    who = f"{what:<15} {row['tokens']:>8,}  {row.get('part', row['competitor']):<21}"
     if "skipped" in row: return f"{who} not measured: {row['skipped']}"
     if row["what"] == "memory":
         took = f"; read in {row['prefill_seconds']:.1f} s" if row["prefill_seconds"] else ""
-        return f"{who} peak {row['peak']/2**30:6.2f} GiB, {row['above']/2**30:6.2f} GiB above weights and cache{took}"
+        return (f"{who} peak {row['peak']/2**30:6.2f} GiB, {row['above']/2**30:6.2f} GiB "
+                f"above weights and cache{took}")
+    rate = lambda work: row[work]/row["seconds"]
     said = f"{1000*row['seconds']:>11,.1f} ms ({1000*row['fastest']:,.1f} to {1000*row['slowest']:,.1f})"
-    if row["what"] == "decode": said += f"  {1/row['seconds']:>7.2f} tokens/s  {row['nbytes']/1e6:,.0f} MB a token"
-    if "nbytes" in row: said += f"  {row['nbytes']/row['seconds']/machine.bandwidth:>6.1%} of the read bandwidth"
-    if row["what"] == "prefill": said += f"  {row['flops']/row['seconds']/1e9:>7.1f} GFLOP/s, {row['flops']/row['seconds']/machine.flops:.1%} of the product"
+    if row["what"] == "decode":
+        said += f"  {1/row['seconds']:>7.2f} tokens/s  {row['nbytes']/1e6:,.0f} MB a token"
+    if "nbytes" in row: said += f"  {rate('nbytes')/machine.bandwidth:>6.1%} of the read bandwidth"
+    if row["what"] == "prefill":
+        said += f"  {rate('flops')/1e9:>7.1f} GFLOP/s, {rate('flops')/machine.flops:.1%} of the product"
     if row["what"] == "windowed": said += f"  {1e6*row['seconds_per_token']:.2f} us a token"
     if row.get("times_ours") and row["competitor"] != "ours": said += f"  {row['times_ours']:.2f} x ours"
     return who + said + ("" if row.get("agrees", True) else f"  LOGITS DIFFER by {row['disagreement']:.2g}")
 
 # %% ../nbs/14_bench.ipynb #c057
 # Source: Okabe & Ito, Color Universal Design, https://jfly.uni-koeln.de/color/
-COLOR = {"ours": "#009E73", "concat": "#E69F00", "specification": "#CC79A7", "transformers": "#0072B2", "transformers-static": "#56B4E9",
-         "repeat_kv, then SDPA": "#E69F00", "SDPA, enable_gqa": "#0072B2"}
+COLOR = {"ours": "#009E73", "concat": "#E69F00", "specification": "#CC79A7", "transformers": "#0072B2",
+         "transformers-static": "#56B4E9", "repeat_kv, then SDPA": "#E69F00", "SDPA, enable_gqa": "#0072B2"}
 
 def measured(
     results:dict, # what `collect` wrote, read again
@@ -672,6 +738,7 @@ def _lines(rows): # one list a competitor, by length; where several rounds measu
         by_length = {T: [r for r in mine if r["tokens"] == T] for T in sorted({r["tokens"] for r in mine})}
         yield n, [sorted(rs, key=lambda r: r.get("seconds", 0))[len(rs)//2] for rs in by_length.values()]
 
+# %% ../nbs/14_bench.ipynb #c057j
 def plot_decode(
     ax,
     results:dict, # of `gptoss-lite bench decode`
@@ -679,26 +746,30 @@ def plot_decode(
     "Milliseconds a token against the tokens in the cache, with the least that the bytes take"
     machine, rows = results_machine(results), measured(results, "decode")
     for n, line in _lines(rows):
-        T, ms, low, high = zip(*((r["tokens"], *(1000*r[k] for k in ("seconds", "fastest", "slowest"))) for r in line))
+        T = [r["tokens"] for r in line]
+        ms, low, high = ([1000*r[k] for r in line] for k in ("seconds", "fastest", "slowest"))
         ax.plot(T, ms, "o-", color=COLOR[n], label=n)
         ax.fill_between(T, low, high, color=COLOR[n], alpha=.2, linewidth=0)
-    floor = {r["tokens"]: 1000*machine.seconds(r["flops"], r["nbytes"]) for r in rows if r["competitor"] == "ours"}
+    ours = [r for r in rows if r["competitor"] == "ours"]
+    floor = {r["tokens"]: 1000*machine.seconds(r["flops"], r["nbytes"]) for r in ours} # (1)
     ax.plot(list(floor), list(floor.values()), "k--", label="floor: bytes / read bandwidth")
     ax.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="ms per token")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.legend(fontsize=8)
 
+# %% ../nbs/14_bench.ipynb #c057k
 def plot_roofline(
     ax,
-    decode:dict, # results of `gptoss-lite bench decode`; their machine's roof is solid
+    decode:dict, # results of `gptoss-lite bench decode`; their machine's roof is dashed
     prefill:dict, # results of `gptoss-lite bench prefill`; their machine's roof is dotted
 )->None:
-    "Work per second against operations per byte: decode steps by the bytes they must read, prefills as if weights and cache moved once"
-    for results, style in ((decode, "-"), (prefill, ":")):
+    "Work per second against operations per byte; a prefill counts as if its weights moved once"
+    for results, style in ((decode, "--"), (prefill, ":")):
         m = results_machine(results)
         x = [.5, m.ridge, 4096]
         ax.plot(x, [m.attainable(i)/1e9 for i in x], "k"+style, linewidth=1)
-    weights = count_parameters(ModelConfig.from_dict(prefill["config"]))*getattr(torch, prefill["dtype"]).itemsize
+    cfg, dtype = ModelConfig.from_dict(prefill["config"]), getattr(torch, prefill["dtype"])
+    weights = count_parameters(cfg)*dtype.itemsize
     def points(rows, nbytes, mark, label):
         for n, line in _lines([r for r in rows if r["competitor"] in ("ours", "transformers")]):
             x, y = zip(*((r["flops"]/nbytes(r), r["flops"]/r["seconds"]/1e9) for r in line))
@@ -709,6 +780,7 @@ def plot_roofline(
     ax.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s")
     ax.legend(fontsize=8)
 
+# %% ../nbs/14_bench.ipynb #c057l
 def plot_memory(
     ax,
     results:dict, # of `gptoss-lite bench cache`
@@ -717,7 +789,8 @@ def plot_memory(
     "Peak memory above weights against tokens; dashed, the cache by arithmetic"
     rows = measured(results, "memory", phase=phase)
     for n, line in _lines(rows):
-        ax.plot([r["tokens"] for r in line], [r["peak"] - r["imported"] - r["weights"] for r in line], "o-", color=COLOR[n], label=n)
+        above = [r["peak"] - r["imported"] - r["weights"] for r in line]
+        ax.plot([r["tokens"] for r in line], above, "o-", color=COLOR[n], label=n)
     ax.plot(*zip(*sorted({(r["tokens"], r["cache"]) for r in rows})), "k--", label="cache, by arithmetic")
     ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="bytes above weights", title=phase)
     ax.legend(fontsize=8)
@@ -728,7 +801,8 @@ def origin(
 )->str: # one line
     "Machine, versions, day and commit of a file"
     run = results["run"]
-    said = [run["machine"], f"{run['threads']} thread{'s'*(run['threads'] > 1)}", results.get("dtype"), f"torch {run['torch'].split('+')[0]}",
+    said = [run["machine"], f"{run['threads']} thread{'s'*(run['threads'] > 1)}", results.get("dtype"),
+            f"torch {run['torch'].split('+')[0]}",
             run.get("transformers") and f"transformers {run['transformers']}", run["time"][:10],
             run.get("commit") and f"commit {run['commit'][:8]}"]
     return ", ".join(s for s in said if s)
@@ -758,8 +832,11 @@ def beside(
     folder:str|Path, # `results` of the repository
 )->str: # a table in Markdown, and where its times come from
     "A few rows of the results: ours, and beside it what else could be used"
-    def read(n): return json.loads(f.read_text()) if (f := Path(folder)/f"bench-{n}.json").exists() else dict(rows=[])
-    columns = {"ours": "ours", "transformers": "transformers", "transformers-static": "static cache", "specification": "specification"}
+    def read(n):
+        file = Path(folder)/f"bench-{n}.json"
+        return json.loads(file.read_text()) if file.exists() else dict(rows=[])
+    columns = {"ours": "ours", "transformers": "transformers", "transformers-static": "static cache",
+               "specification": "specification"}
     log, row = Path(folder)/"passkey.jsonl", ["keys found", "not yet measured"]
     if log.exists():
         top = summarize(read_log(log)[2])[-1]
@@ -768,7 +845,8 @@ def beside(
     def add(label, T, value, what, *names, **which): # from the files of these names
         them = [r for n in names for r in measured(read(n), what, **which) if r["tokens"] == T]
         rows.append([label, *_cells(them, list(columns), value)])
-    for T in (8192, 32768, 131072): add(f"token after {T:,}, ms", T, lambda r: 1000*r["seconds"], "decode", "decode")
+    for T in (8192, 32768, 131072):
+        add(f"token after {T:,}, ms", T, lambda r: 1000*r["seconds"], "decode", "decode")
     add("prompt of 8,192, s", 8192, lambda r: r["seconds"], "prefill", "prefill")
     add("its memory, GiB", 8192, _beyond_weights, "memory", "cache", "hf", phase="prefill")
     add("prompt of 131,072, s", 131072, lambda r: r["prefill_seconds"], "memory", "128k", phase="prefill")
@@ -776,6 +854,7 @@ def beside(
     timed = dict.fromkeys(origin(res) for n in ("decode", "prefill") if "run" in (res := read(n)))
     return "\n\n".join([markdown_table(["", *columns.values()], rows), *(f"Times: {o}." for o in timed)])
 
+# %% ../nbs/14_bench.ipynb #c057m
 def inside(
     folder:str|Path, # `results` of the repository
 )->str: # a table in Markdown, and where it comes from; empty where nothing was measured
@@ -783,9 +862,12 @@ def inside(
     file = Path(folder)/"bench-hf.json"
     if not file.exists(): return ""
     res, rows = json.loads(file.read_text()), []
-    columns = {"transformers+both": "with both", "transformers+attention": "our attention", "transformers+cache": "our cache", "transformers": "as it is"}
-    for what, label, value in (("decode", "token after {:,}, ms", lambda r: 1000*r["seconds"]), ("prefill", "prompt of {:,}, s", lambda r: r["seconds"]),
-                               ("memory", "memory for {:,}, GiB", _beyond_weights)):
+    columns = {"transformers+both": "with both", "transformers+attention": "our attention",
+               "transformers+cache": "our cache", "transformers": "as it is"}
+    parts = (("decode", "token after {:,}, ms", lambda r: 1000*r["seconds"]),
+             ("prefill", "prompt of {:,}, s", lambda r: r["seconds"]),
+             ("memory", "memory for {:,}, GiB", _beyond_weights))
+    for what, label, value in parts:
         for T in sorted({r["tokens"] for r in measured(res, what)}):
             them = [r for r in measured(res, what) if r["tokens"] == T]
             rows.append([label.format(T), *_cells(them, list(columns), value)])
