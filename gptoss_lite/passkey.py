@@ -27,22 +27,24 @@ from .reading import evaluating, prefill
 from .ring import check_int
 
 # %% ../nbs/11_passkey.ipynb #c007
-WORDS = ("river stone cloud garden winter letter music silver forest window market bridge candle shadow summer island "
-         "paper mirror thunder valley basket harbor lantern meadow pepper copper velvet ladder saddle timber feather anchor "
-         "barley cotton engine fabric ginger hollow insect jacket kettle lemon marble needle orchard pencil quiet rabbit "
-         "sailor tunnel urban violin walnut yellow zephyr amber beacon cradle dolphin ember falcon granite hazel").split()
+WORDS = ("river stone cloud garden winter letter music silver forest window market bridge candle shadow summer "
+         "island paper mirror thunder valley basket harbor lantern meadow pepper copper velvet ladder saddle timber "
+         "feather anchor barley cotton engine fabric ginger hollow insect jacket kettle lemon marble needle orchard "
+         "pencil quiet rabbit sailor tunnel urban violin walnut yellow zephyr amber beacon cradle dolphin ember falcon "
+         "granite hazel").split()
 
 def make_filler_text(
     target_tokens:int, # words to make; each is at least one token
     seed:int=0,
-)->str:
+)->str: # the words, with a blank between any two
     "Random words, a function of the seed, with no digit among them"
     check_int("target_tokens", target_tokens, 0, "it counts words")
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(target_tokens))
 
 # %% ../nbs/11_passkey.ipynb #c012
-NEEDLE, QUESTION, ANSWER = " The passkey is {key}.", " What is the passkey? The passkey is", " {key}."
+NEEDLE, QUESTION = " The passkey is {key}.", " What is the passkey? The passkey is"
+ANSWER = " {key}." # what training puts behind the question
 
 # %% ../nbs/11_passkey.ipynb #c016
 OTHER_WORDS = ("acorn badge canoe dragon easel fiddle galaxy hammer igloo jungle kitten ladle magnet napkin oyster "
@@ -53,6 +55,7 @@ OTHER_WORDS = ("acorn badge canoe dragon easel fiddle galaxy hammer igloo jungle
 # Source: A. Mohtashami and M. Jaggi, github.com/epfml/landmark-attention, llama/run_test.py (Apache-2.0)
 GRASS = ["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."]
 
+# %% ../nbs/11_passkey.ipynb #c016b
 PROSE = [ # ours
     "The lock keeper gets up before the first boat, because a boat that has to wait tells the whole canal about it.",
     "He puts the kettle on, looks at the gauge, and writes the level into a book that nobody has asked for in years.",
@@ -75,7 +78,7 @@ PROSE = [ # ours
     "Perhaps somebody will want to know some day how high the water stood.",
     "It is not likely, but it costs nothing more than a pencil, and the kettle is on anyway."]
 
-HAYSTACKS = {"words": WORDS, "other-words": OTHER_WORDS, "grass": GRASS, "prose": PROSE} # texts are put together from these at random
+HAYSTACKS = {"words": WORDS, "other-words": OTHER_WORDS, "grass": GRASS, "prose": PROSE} # drawn from at random
 
 # %% ../nbs/11_passkey.ipynb #c019
 @dataclass(frozen=True)
@@ -85,10 +88,13 @@ class Wording:
     question:str
     names:tuple[str,...] = ("",) # one needle for each, with keys of their own; one of them is asked for
 
-WORDINGS = {"passkey": Wording(NEEDLE, QUESTION),
-            "code": Wording(" Remember the secret code {key} well.", " Which secret code was to be remembered? It was the secret code"),
-            "several": Wording(" The {name} passkey is {key}.", " What is the {name} passkey? The {name} passkey is", ("red", "green", "blue", "white")),
-            "leaky": Wording(NEEDLE, " What is the passkey? The passkey is {key}. So the passkey is")}
+WORDINGS = {
+    "passkey": Wording(NEEDLE, QUESTION),
+    "code":    Wording(" Remember the secret code {key} well.",
+                       " Which secret code was to be remembered? It was the secret code"),
+    "several": Wording(" The {name} passkey is {key}.", " What is the {name} passkey? The {name} passkey is",
+                       ("red", "green", "blue", "white")),
+    "leaky":   Wording(NEEDLE, " What is the passkey? The passkey is {key}. So the passkey is")}
 
 # %% ../nbs/11_passkey.ipynb #c022
 class CharTokenizer:
@@ -116,8 +122,10 @@ class CharTokenizer:
 def load_tokenizer(
     folder:str|Path, # with a tokenizer of transformers, as `save_pretrained` writes it
 ): # the tokenizer
-    "A tokenizer from a local folder"
-    if not Path(folder).is_dir(): raise ValueError(f"tokenizer={str(folder)!r}: must be char, or a folder with a tokenizer of transformers; save one with save_pretrained")
+    "A tokenizer from a local folder; `ValueError` where there is no such folder"
+    if not Path(folder).is_dir():
+        raise ValueError(f"tokenizer={str(folder)!r}: must be char, or a folder with a tokenizer of transformers; "
+                         "save one with save_pretrained")
     from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -130,14 +138,18 @@ class PromptBuilder:
         wording:str="passkey", # see `WORDINGS`
     ):
         for name, value, known in (("haystack", haystack, HAYSTACKS), ("wording", wording, WORDINGS)):
-            if value not in known: raise ValueError(f"{name}={value!r}: must be one of {list(known)}; pick one of them")
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: must be one of {list(known)}; pick one of them")
         self.tokenizer, self.wording = tokenizer, WORDINGS[wording]
         self.units = [[self.encode(" " + w) for w in unit.split()] for unit in HAYSTACKS[haystack]]
-        if not all(map(all, self.units)): raise ValueError(f"tokenizer {type(tokenizer).__name__}: must give every word a token; use another one")
+        if not all(map(all, self.units)):
+            raise ValueError(f"tokenizer {type(tokenizer).__name__}: must give every word a token; use another one")
         bos = getattr(tokenizer, "bos_token_id", None)
         self.bos = [] if bos is None else [bos]
         pads = [p for p in map(self.encode, (" ", "\n", " a", "a")) if len(p) == 1]
-        if not pads: raise ValueError(f"tokenizer {type(tokenizer).__name__}: must have one token for a space, a newline or 'a'; use another one")
+        if not pads:
+            raise ValueError(f"tokenizer {type(tokenizer).__name__}: must have one token for a space, a newline "
+                             "or 'a'; use another one")
         self.pad = pads[0]
 
     def encode(self, text:str)->list[int]: # ids, without a start token
@@ -165,14 +177,15 @@ def lay(self:PromptBuilder,
     length:int, # tokens in all
     rng:random.Random, # chooses the filler
     tail:str, # what stands at the end
-)->tuple[list[int],list[int]]: # ids, and where each needle begins
+)->tuple[list[int],list[int]]: # `length` ids, and where each needle begins
     "Start token, filler with each needle at its depth, and the tail"
     depths, tail_ids = [d for d, _ in needles], self.encode(tail)
     if depths != sorted(depths): raise ValueError(f"depths={depths!r}: must be rising; sort them")
     needles = [self.encode(text) for _, text in needles]
     n = length - len(self.bos) - len(tail_ids) - sum(map(len, needles)) # equation (1)
     if n < 0:
-        raise ValueError(f"context_length={length}: must be at least {length - n}, which the needle and the question take; ask for more tokens")
+        raise ValueError(f"context_length={length}: must be at least {length - n}, which the needle and the question "
+                         "take; ask for more tokens")
     cuts = [0] + [round(d*n) for d in depths] + [n] # equation (2)
     ids, at = list(self.bos), []
     for a, b, needle in zip(cuts, cuts[1:], [*needles, []]):
@@ -180,6 +193,7 @@ def lay(self:PromptBuilder,
         at.append(len(ids)); ids += needle
     return ids + tail_ids, at[:-1]
 
+# %% ../nbs/11_passkey.ipynb #c034c
 @patch
 def build(self:PromptBuilder,
     key:str, # five digits
@@ -187,15 +201,16 @@ def build(self:PromptBuilder,
     depths:Sequence[float], # of each needle, rising
     rng:random.Random, # chooses the filler
     tail:str=QUESTION, # what stands at the end
-)->tuple[list[int],list[int]]: # ids, and where each needle begins
+)->tuple[list[int],list[int]]: # `length` ids, and where each needle begins
     "One key, at each of the depths"
-    return self.lay([(d, self.wording.needle.format(key=key, name=self.wording.names[0])) for d in depths], length, rng, tail)
+    needle = self.wording.needle.format(key=key, name=self.wording.names[0])
+    return self.lay([(d, needle) for d in depths], length, rng, tail)
 
 # %% ../nbs/11_passkey.ipynb #c048
 DEPTHS = {"start": 0., "middle": 0.5, "end": 1.}
 
 def depth_of(
-    position:str|float|Sequence, # "start", "middle", "end", "spread", a share of the filler from 0 to 1, or a list of these
+    position:str|float|Sequence, # "start", "middle", "end", "spread", a share of the filler, or a list of these
     trial:int=0, # which of the trials
     n_trials:int=1, # of how many; `spread` alone looks at it
 )->float: # share of the filler that stands before the needle
@@ -206,12 +221,13 @@ def depth_of(
     try: depth = float(position)
     except (TypeError, ValueError): depth = math.nan
     if not 0 <= depth <= 1:
-        raise ValueError(f"passkey_position={position!r}: must be 'start', 'middle', 'end', 'spread' or a number in [0, 1]")
+        raise ValueError(f"passkey_position={position!r}: must be 'start', 'middle', 'end', 'spread' "
+                         "or a number in [0, 1]")
     return depth
 
 # %% ../nbs/11_passkey.ipynb #c052
 class PasskeyEvaluator:
-    "Passkey retrieval through the cache, greedy, one prompt at a time"
+    "Passkey retrieval through the cache, greedy, one prompt at a time or several side by side"
     def __init__(self,
         model:GPTOSS,
         tokenizer, # `encode(text, add_special_tokens=False)`, `decode(ids)`; ours or one of transformers
@@ -224,10 +240,11 @@ class PasskeyEvaluator:
         self.device = None if device is None else torch.device(device)
         self.builder, self.trials = PromptBuilder(tokenizer, haystack, wording), []
         w = self.builder.wording
-        pieces = [*sum(self.builder.units, []), self.builder.bos, self.builder.encode((w.needle + w.question).format(key="0123456789", name="".join(w.names)))]
+        fixed = self.builder.encode((w.needle + w.question).format(key="0123456789", name="".join(w.names)))
+        pieces = [*sum(self.builder.units, []), self.builder.bos, fixed]
         if (top := max(sum(pieces, []))) >= (V := model.cfg.vocab_size):
-            raise ValueError(f"tokenizer {type(tokenizer).__name__} gives ids up to {top}: must be below vocab_size={V}; "
-                             "use the tokenizer that the model was trained with")
+            raise ValueError(f"tokenizer {type(tokenizer).__name__} gives ids up to {top}: must be below "
+                             f"vocab_size={V}; use the tokenizer that the model was trained with")
 
 # %% ../nbs/11_passkey.ipynb #c053
 @patch
@@ -236,13 +253,14 @@ def build_prompt_ids(self:PasskeyEvaluator,
     context_length:int, # tokens, exactly
     passkey_position:str|float="middle", # see `depth_of`
     seed:int=0, # of the filler
-)->list[int]: # ids, the start token included where there is one
+)->list[int]: # `context_length` ids, the start token included where there is one
     "Start token, filler, needle, filler, question; the key stands in it once (but for the `leaky` wording)"
     key = str(passkey).zfill(5) if isinstance(passkey, int) and not isinstance(passkey, bool) else passkey
     if not isinstance(key, str) or not re.fullmatch("[0-9]{5}", key):
         raise ValueError(f"passkey={passkey!r}: must have five digits; pass a string such as '01234'")
     check_int("context_length", context_length, 0, "it counts tokens")
-    w, others = self.builder.wording, random.Random(f"{seed} others") # names, keys and depths of needles that are not asked for
+    w = self.builder.wording
+    others = random.Random(f"{seed} others") # names, keys and depths of needles that are not asked for
     asked, *names = others.sample(w.names, len(w.names))
     keys = [k for k in (f"{x:05d}" for x in others.sample(range(100_000), len(w.names))) if k != key]
     needles = [(depth_of(passkey_position), w.needle.format(key=key, name=asked))]
@@ -250,13 +268,14 @@ def build_prompt_ids(self:PasskeyEvaluator,
     tail = w.question.format(key=key, name=asked)
     return self.builder.lay(sorted(needles, key=lambda x: x[0]), context_length, random.Random(seed), tail)[0]
 
+# %% ../nbs/11_passkey.ipynb #c053b
 @patch
 def build_prompt(self:PasskeyEvaluator,
     passkey:str|int, # five digits
     context_length:int, # tokens of the ids; the text, encoded again, may have another number of them
     passkey_position:str|float="middle", # see `depth_of`
     seed:int=0, # of the filler
-)->str:
+)->str: # the decoded ids
     "The text of `build_prompt_ids`, for reading"
     return self.tokenizer.decode(self.build_prompt_ids(passkey, context_length, passkey_position, seed))
 
@@ -266,7 +285,8 @@ def extract_passkey_from_output(self:PasskeyEvaluator,
     output:str, # text of the new tokens alone
 )->str|None:
     "The first five-digit number that stands alone, or None"
-    m = re.search(r"(?<!\w)(?<![0-9][.,])([0-9]{5})(?!\w)(?![.,][0-9])", output)  # 0.12345 and 12,345 are other numbers
+    # 0.12345 and 12,345 are other numbers
+    m = re.search(r"(?<!\w)(?<![0-9][.,])([0-9]{5})(?!\w)(?![.,][0-9])", output)
     return m and m[0]
 
 # %% ../nbs/11_passkey.ipynb #c068
@@ -307,10 +327,11 @@ def alike(
 def read_alike(self:PasskeyEvaluator,
     prompts:Sequence[list[int]], # of one length
     room:int=0, # tokens to come
-)->tuple[MixedKVCache,dict,list[int]]: # the cache; a mark for each place; the place where each prompt leaves the first
+)->tuple[MixedKVCache,dict,list[int]]: # the cache; marks, by place; the place where each prompt leaves the first
     "Read the first prompt as far as it shares tokens with another one, with a mark wherever one leaves it"
     first = torch.tensor(prompts[:1], device=self.device or self.model.embed.weight.device)
-    places = [min(alike(prompts[0], ids), len(ids) - 1) for ids in prompts[1:]] # one token at least is left to read
+    # one token at least is left to read
+    places = [min(alike(prompts[0], ids), len(ids) - 1) for ids in prompts[1:]]
     places = [max(places, default=0), *places]
     cache = MixedKVCache()
     cache.reserve(first.shape[1] + room)
@@ -342,12 +363,15 @@ def run_trials(self:PasskeyEvaluator,
         rows.reserve(length + max_new_tokens)
         rest = torch.tensor([ids[n:] for *_, ids in part], device=self.device or self.model.embed.weight.device)
         with warnings.catch_warnings():  # a context length counts the prompt, the answer comes on top
-            if length <= self.model.cfg.eval_max_seq_len: warnings.filterwarnings("ignore", "the text passes eval_max_seq_len")
+            if length <= self.model.cfg.eval_max_seq_len:
+                warnings.filterwarnings("ignore", "the text passes eval_max_seq_len")
             new = generate(self.model, rest, max_new_tokens, temperature=0., cache=rows)[:, length - n:]
         seconds, start = (time.perf_counter() - start)/len(part), time.perf_counter()
         for (_, p, _), tokens in zip(part, new):
-            yield self.score(p["key"], tokens, length=length, trial=p["trial"], depth=p["depth"], seed=p["seed"], seconds=seconds)
+            yield self.score(p["key"], tokens, length=length, trial=p["trial"], depth=p["depth"], seed=p["seed"],
+                             seconds=seconds)
 
+# %% ../nbs/11_passkey.ipynb #c076b
 @patch
 def run_trial(self:PasskeyEvaluator,
     length:int, # prompt, tokens
@@ -356,9 +380,10 @@ def run_trial(self:PasskeyEvaluator,
     depth:float, # share of the filler before the needle
     seed:int, # of the filler
     max_new_tokens:int=16,
-)->Trial:
+)->Trial: # its prompt's conditions, the output and whether it is right
     "One trial by itself"
-    return next(self.run_trials([dict(length=length, trial=trial, key=key, depth=depth, seed=seed)], max_new_tokens))
+    plan = dict(length=length, trial=trial, key=key, depth=depth, seed=seed)
+    return next(self.run_trials([plan], max_new_tokens))
 
 # %% ../nbs/11_passkey.ipynb #c095
 # Source: E. B. Wilson, J. Amer. Stat. Assoc. 22 (1927), 209-212
@@ -384,14 +409,19 @@ def plan(self:PasskeyEvaluator,
     fillers:int|None=None, # so many a length, each used equally often; None: each trial its own
 )->list[dict]: # the arguments of `run_trial`
     "The trials to run: for each length distinct keys, depths by `passkey_position`, and fillers"
-    if isinstance(context_lengths, int): raise TypeError(f"context_lengths={context_lengths}: must be a sequence of ints; use [{context_lengths}]")
+    if isinstance(context_lengths, int):
+        raise TypeError(f"context_lengths={context_lengths}: must be a sequence of ints; use [{context_lengths}]")
     check_int("n_trials", n_trials, 1, "it counts the trials of a length")
     check_int("base_seed", base_seed, 0, "it seeds Python's generator")
-    if n_trials > 100_000: raise ValueError(f"n_trials={n_trials}: must be at most 100000, the number of five-digit keys; use several base_seeds")
+    if n_trials > 100_000:
+        raise ValueError(f"n_trials={n_trials}: must be at most 100000, the number of five-digit keys; "
+                         "use several base_seeds")
     if fillers is not None: check_int("fillers", fillers, 1, "it counts the fillers of a length")
-    per, m = n_trials//(fillers or 1), len(passkey_position) if isinstance(passkey_position, (list, tuple)) else 1
+    per = n_trials//(fillers or 1)
+    m = len(passkey_position) if isinstance(passkey_position, (list, tuple)) else 1
     if n_trials % (fillers or 1) or m and per % m:
-        raise ValueError(f"n_trials={n_trials}: must be a multiple of {(fillers or 1)*m}, fillers times depths, so that each meets each equally often")
+        raise ValueError(f"n_trials={n_trials}: must be a multiple of {(fillers or 1)*m}, fillers times depths, "
+                         "so that each meets each equally often")
     lengths, plans = list(dict.fromkeys(context_lengths)), [] # a length twice would be the same trials twice
     for n in lengths: check_int("context_length", n, 0, "it counts tokens")
     if lengths: self.build_prompt_ids("00000", min(lengths)) # raises where needle and question do not fit
@@ -399,28 +429,33 @@ def plan(self:PasskeyEvaluator,
         rng = random.Random(base_seed + n)
         for i, key in enumerate(rng.sample(range(100_000), n_trials)):
             if not fillers or i % per == 0: seed = rng.randrange(2**31)
-            plans.append(dict(length=n, trial=i, key=f"{key:05d}", depth=depth_of(passkey_position, i % per, per), seed=seed))
+            depth = depth_of(passkey_position, i % per, per)
+            plans.append(dict(length=n, trial=i, key=f"{key:05d}", depth=depth, seed=seed))
     return plans
 
 # %% ../nbs/11_passkey.ipynb #c109
 LOG_START = '{"log": "gptoss-lite passkey 1"' # how such a file begins
 
 def read_log(
-    path:str|Path,
+    path:str|Path, # a file that `TrialLog` wrote; `ValueError` for any other, a damaged line, or a trial twice
 )->tuple[dict,list[dict],list[Trial]]: # what is run, on what at each start, and the trials that ended
     "Read a file of trials; a last line that was not finished is left out"
     lines, runs, trials = Path(path).read_text().split("\n")[:-1], [], []
-    if not lines or not lines[0].startswith(LOG_START): raise ValueError(f"log={str(path)!r}: must be a file that a passkey run wrote; name another one")
+    if not lines or not lines[0].startswith(LOG_START):
+        raise ValueError(f"log={str(path)!r}: must be a file that a passkey run wrote; name another one")
     for i, line in enumerate(lines[1:], 2):
         try: d = json.loads(line); runs.append(d["run"]) if "run" in d else trials.append(Trial(**d))
-        except (ValueError, TypeError) as e: raise ValueError(f"log={str(path)!r}: line {i} is damaged ({e}); delete that line") from e
-    if len({(t.length, t.trial) for t in trials}) < len(trials): raise ValueError(f"log={str(path)!r}: holds a trial twice; let one run at a time write to it")
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"log={str(path)!r}: line {i} is damaged ({e}); delete that line") from e
+    if len({(t.length, t.trial) for t in trials}) < len(trials):
+        raise ValueError(f"log={str(path)!r}: holds a trial twice; let one run at a time write to it")
     return json.loads(lines[0]), runs, trials
 
+# %% ../nbs/11_passkey.ipynb #c109b
 class TrialLog:
     "A file that grows by a line a trial, and goes on where it stopped"
     def __init__(self,
-        path:str|Path, # a new file, or one that the same run began
+        path:str|Path, # a new file, or one that the same run began; `ValueError` where it holds anything else
         header:dict, # what is run: all that decides the outcome
         run:dict|None=None, # on what: machine, versions, commit
     ):
@@ -432,7 +467,8 @@ class TrialLog:
             held, _, self.trials = read_log(path)
             for k in sorted(header.keys() | held.keys() - {"log"}):
                 if held.get(k) != header.get(k):
-                    raise ValueError(f"log={str(path)!r}: holds another run, with {k}={held.get(k)!r} and not {header.get(k)!r}; name another file")
+                    raise ValueError(f"log={str(path)!r}: holds another run, with {k}={held.get(k)!r} and not "
+                                     f"{header.get(k)!r}; name another file")
         if whole != text: os.truncate(self.path, len(whole.encode()))
         if not whole: self._write({"log": "gptoss-lite passkey 1", **header})
 
@@ -445,13 +481,38 @@ class TrialLog:
         self._write(asdict(trial))
         self.trials.append(trial)
 
+# %% ../nbs/11_passkey.ipynb #c109d
+@patch
+def header(self:PasskeyEvaluator,
+    passkey_position, # as for `evaluate`
+    base_seed:int, # of keys and fillers
+    max_new_tokens:int,
+)->dict: # what `TrialLog` compares before it goes on
+    "All that decides the outcome of trials, but for how many there are"
+    return dict(digest=tensor_digest(self.model.state_dict()), config=self.model.cfg.to_dict(),
+                tokenizer=type(self.tokenizer).__name__, haystack=self.haystack, wording=self.wording,
+                seed=base_seed, position=passkey_position, max_new_tokens=max_new_tokens)
+
+# %% ../nbs/11_passkey.ipynb #c109e
+def _held(log:TrialLog, plans:list[dict])->dict[tuple[int,int],Trial]: # by length and number
+    "The trials that `log` holds; raises where one of `plans` is another one there"
+    held = {(t.length, t.trial): t for t in log.trials}
+    for p in plans:
+        t = held.get((p["length"], p["trial"]))
+        if t and (t.key, t.depth, t.seed) != (p["key"], p["depth"], p["seed"]):
+            raise ValueError(f"log={str(log.path)!r}: trial {t.trial} at {t.length} tokens is another one than "
+                             "planned; name another file, or give the numbers of trials and fillers that it was "
+                             "begun with")
+    return held
+
 # %% ../nbs/11_passkey.ipynb #c111
 def work(
-    length:int, # prompt, tokens; at 20,000 attention has doubled the price of a token
+    length:int, # prompt, tokens; at 20,000 attention has doubled its price
 )->float: # in units of a token at a short length
     "About how long a prompt takes, for a bar that shows the time left"
     return length*(1 + length/20_000)
 
+# %% ../nbs/11_passkey.ipynb #c111b
 @patch
 def evaluate(self:PasskeyEvaluator,
     context_lengths:Sequence[int]=(4096, 8192, 32768, 65536, 131072), # prompts, tokens; the answer comes on top
@@ -465,18 +526,13 @@ def evaluate(self:PasskeyEvaluator,
     progress:bool=False, # show a bar
     log:str|Path|None=None, # a file of JSON lines to write to and to go on from
     run:dict|None=None, # machine, versions, commit: for the file
-)->dict[int,float]: # exact match by length
+)->dict[int,float]: # share of exact matches, 0 to 1, by length
     "Share of exact matches by length; the trials themselves stay in `.trials`"
     check_int("batch", batch, 1, "it counts the prompts that are read side by side")
     plans, done = self.plan(context_lengths, n_trials, passkey_position, base_seed, fillers), {}
     if log is not None:
         log = TrialLog(log, self.header(passkey_position, base_seed, max_new_tokens), run)
-        done = {(t.length, t.trial): t for t in log.trials}
-        for p in plans:
-            t = done.get((p["length"], p["trial"]))
-            if t and (t.key, t.depth, t.seed) != (p["key"], p["depth"], p["seed"]):
-                raise ValueError(f"log={str(log.path)!r}: trial {t.trial} at {t.length} tokens is another one than planned; name another file, "
-                                 "or give the numbers of trials and fillers that it was begun with")
+        done = _held(log, plans)
     self.trials, left = [], [p for p in plans if (p["length"], p["trial"]) not in done]
     todo, all_of = (sum(work(p["length"]) for p in ps) for ps in (left, plans))
     with tqdm(total=round(all_of), initial=round(all_of - todo), disable=not progress, desc="passkey", smoothing=0,
@@ -485,26 +541,17 @@ def evaluate(self:PasskeyEvaluator,
             for t in self.run_trials(list(group), max_new_tokens, batch):
                 done[t.length, t.trial] = t
                 if log: log.append(t)
-                bar.set_postfix(length=t.length, hits=f"{sum(t.correct for t in done.values())}/{len(done)}", refresh=False)
+                hits = f"{sum(t.correct for t in done.values())}/{len(done)}"
+                bar.set_postfix(length=t.length, hits=hits, refresh=False)
                 bar.update(round(work(t.length)))
     self.trials = [done[p["length"], p["trial"]] for p in plans]
     accuracy = {r["length"]: r["accuracy"] for r in summarize(self.trials)}
     return {p["length"]: accuracy[p["length"]] for p in plans} # in the order asked for
 
-@patch
-def header(self:PasskeyEvaluator,
-    passkey_position, # as for `evaluate`
-    base_seed:int, # of keys and fillers
-    max_new_tokens:int,
-)->dict: # what `TrialLog` compares before it goes on
-    "All that decides the outcome of trials, but for how many there are"
-    return dict(digest=tensor_digest(self.model.state_dict()), config=self.model.cfg.to_dict(), tokenizer=type(self.tokenizer).__name__,
-                haystack=self.haystack, wording=self.wording, seed=base_seed, position=passkey_position, max_new_tokens=max_new_tokens)
-
 # %% ../nbs/11_passkey.ipynb #c113
 def summarize(
     trials:Sequence[Trial],
-)->list[dict]: # one row a length
+)->list[dict]: # one row a length, shortest first: length, trials, hits, accuracy, low, high, seconds
     "Exact match with its 95 % interval, and the median seconds of a trial"
     rows = []
     for n in sorted({t.length for t in trials}):
@@ -515,8 +562,20 @@ def summarize(
     return rows
 
 # %% ../nbs/11_passkey.ipynb #c121
+def _cells(trials, lengths, bands):
+    "The names of the rows, and the share of exact matches by row and column"
+    depths = sorted({round(t.depth, 3) for t in trials})
+    few, cells = len(depths) <= bands + 1, {}
+    rows = [f"{d:.0%}" for d in depths]
+    if not few: rows = [f"{i/bands:.0%} to {(i+1)/bands:.0%}" for i in range(bands)]
+    for t in trials:
+        row = depths.index(round(t.depth, 3)) if few else min(int(t.depth*bands + 1e-9), bands - 1)
+        cells.setdefault((row, lengths.index(t.length)), []).append(t.correct)
+    return rows, {at: sum(ok)/len(ok) for at, ok in cells.items()}
+
+# %% ../nbs/11_passkey.ipynb #c121b
 def plot_heatmap(
-    trials:Sequence[Trial],
+    trials:Sequence[Trial], # at least one; else `ValueError`
     ax=None, # matplotlib axes; by default new ones
     *,
     bands:int=10, # rows, where there are more depths than that
@@ -525,18 +584,13 @@ def plot_heatmap(
     import matplotlib.pyplot as plt
     if not trials: raise ValueError("trials: must hold at least 1 trial; run evaluate first")
     if ax is None: ax = plt.subplots(figsize=(6, 3.6), layout="constrained")[1]
-    lengths, depths = sorted({t.length for t in trials}), sorted({round(t.depth, 3) for t in trials})
-    few = len(depths) <= bands + 1
-    rows = [f"{d:.0%}" for d in depths] if few else [f"{i/bands:.0%} to {(i+1)/bands:.0%}" for i in range(bands)]
-    cells = {}
-    for t in trials:
-        row = depths.index(round(t.depth, 3)) if few else min(int(t.depth*bands + 1e-9), bands - 1)
-        cells.setdefault((row, lengths.index(t.length)), []).append(t.correct)
-    share = {at: sum(ok)/len(ok) for at, ok in cells.items()}
+    lengths = sorted({t.length for t in trials})
+    rows, share = _cells(trials, lengths, bands)
     grid = [[share.get((i, j), math.nan) for j in range(len(lengths))] for i in range(len(rows))]
     ax.pcolormesh(grid, cmap="RdYlBu", vmin=0, vmax=1, edgecolors="white", linewidth=1.5)
     for (i, j), x in sorted(share.items()):
-        ax.text(j + 0.5, i + 0.5, f"{x:.0%}", ha="center", va="center", fontsize=9, color="white" if abs(x - 0.5) > 0.35 else "black")
+        color = "white" if abs(x - 0.5) > 0.35 else "black"
+        ax.text(j + 0.5, i + 0.5, f"{x:.0%}", ha="center", va="center", fontsize=9, color=color)
     ax.set_xticks([j + 0.5 for j in range(len(lengths))], [f"{n:,}" for n in lengths])
     ax.set_yticks([i + 0.5 for i in range(len(rows))], rows)
     ax.grid(False); ax.tick_params(length=0); ax.spines[:].set_visible(False); ax.invert_yaxis()
@@ -545,15 +599,17 @@ def plot_heatmap(
 
 # %% ../nbs/11_passkey.ipynb #c126
 def load_pretrained(
-    name:str="passkey", # the checkpoint in the package
+    name:str="passkey", # the checkpoint in the package; `ValueError` for any other
     *,
     cfg:ModelConfig|None=None, # another configuration than the file's for evaluation
 )->tuple[GPTOSS,CharTokenizer]: # the model with its evaluation configuration, and its tokenizer
     "A small trained model that comes with the package; nothing is downloaded"
-    folder = files("gptoss_lite")/"checkpoints"
-    known = sorted(f.name.removesuffix(".safetensors") for f in folder.iterdir() if f.name.endswith(".safetensors")) if folder.is_dir() else []
-    if name not in known: raise ValueError(f"name={name!r}: must be one of {known}; load your own file with load_checkpoint")
-    with as_file(folder/f"{name}.safetensors") as path:
+    folder, ending = files("gptoss_lite")/"checkpoints", ".safetensors"
+    inside = folder.iterdir() if folder.is_dir() else []
+    known = sorted(f.name.removesuffix(ending) for f in inside if f.name.endswith(ending))
+    if name not in known:
+        raise ValueError(f"name={name!r}: must be one of {known}; load your own file with load_checkpoint")
+    with as_file(folder/f"{name}{ending}") as path:
         if cfg is None: cfg = ModelConfig.from_dict(json.loads(read_checkpoint(path)[1]["eval_config"]))
         return load_checkpoint(path, cfg), CharTokenizer(cfg.vocab_size)
 
@@ -573,24 +629,28 @@ def verdict(
     "Whether the target was reached, and whether the interval's lower end is above it too"
     goal = target_at(row["length"])
     if goal is None: return "no target"
-    return "reached, the lower end too" if row["low"] >= goal else "reached" if row["accuracy"] >= goal else "missed"
+    if row["low"] >= goal: return "reached, the lower end too"
+    return "reached" if row["accuracy"] >= goal else "missed"
 
 # %% ../nbs/11_passkey.ipynb #c154c
 def plot_matches(
-    ax,
+    ax, # matplotlib axes
     rows:list[dict], # of `summarize`
     beyond:list[dict]=(), # the same, longer than any target reaches; in another colour
     *,
     trained:int=4096, # longest text of the training, tokens
 )->None:
-    "Exact match in percent against length, with intervals and counts; targets are dashed, the training's longest text dotted"
+    "Exact match in percent against length, with intervals and counts; targets dashed, training's longest text dotted"
     # Source of the colours: Okabe & Ito, Color Universal Design, https://jfly.uni-koeln.de/color/
     for r in [*rows, *beyond]:
-        color = "#E69F00" if r in beyond else "#009E73"
-        ax.plot([r["length"]]*2, [100*r["low"], 100*r["high"]], color=color, lw=2)
-        ax.plot(r["length"], 100*r["accuracy"], "o", color=color, ms=5)
-        ax.annotate(f"{r['hits']}/{r['trials']}", (r["length"], 100*r["accuracy"]), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+        n, share, color = r["length"], 100*r["accuracy"], "#E69F00" if r in beyond else "#009E73"
+        ax.plot([n, n], [100*r["low"], 100*r["high"]], color=color, lw=2)
+        ax.plot(n, share, "o", color=color, ms=5)
+        ax.annotate(f"{r['hits']}/{r['trials']}", (n, share), (0, 6), textcoords="offset points",
+                    ha="center", fontsize=8)
     edges = [3400, *TARGETS]
-    for a, b, goal in zip(edges, edges[1:], TARGETS.values()): ax.plot([a, b], [100*goal]*2, "--", color="#6B6B6B", lw=1)
+    for a, b, goal in zip(edges, edges[1:], TARGETS.values()):
+        ax.plot([a, b], [100*goal]*2, "--", color="#6B6B6B", lw=1)
     ax.axvline(trained, ls=":", lw=1, color="#6B6B6B")
-    ax.set(xlabel="tokens", ylabel="exact match, %", ylim=(min([60] + [100*r["low"] - 10 for r in [*rows, *beyond]]), 105))
+    lowest = min([60] + [100*r["low"] - 10 for r in [*rows, *beyond]])
+    ax.set(xlabel="tokens", ylabel="exact match, %", ylim=(lowest, 105))
