@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'JsonFile', 'Device', 'Checkpoint', 'Config', 'ClickException', 'LIMITS', 'bench_app', 'Contexts', 'Rivals',
-           'Repeats', 'Budget', 'Memory', 'Dtype', 'Threads', 'Quick', 'Where', 'Instead', 'Results', 'main',
-           'check_writable', 'write_json', 'check_device', 'smoke', 'kv', 'passkey', 'save_heatmap', 'printable',
+           'Repeats', 'Budget', 'Memory', 'Dtype', 'Threads', 'Quick', 'Where', 'Instead', 'Results', 'Commit', 'main',
+           'check_writable', 'write_json', 'check_device', 'smoke', 'kv', 'save_heatmap', 'passkey', 'printable',
            'generate', 'train', 'arms', 'bench_decode', 'bench_prefill', 'bench_cache', 'bench_hf']
 
 # %% ../nbs/15_cli.ipynb #c002
@@ -27,7 +27,8 @@ from .config import ModelConfig, gptoss_502m, gptoss_tiny
 from .generation import stream
 from .memory import kv_cache_bytes, kv_reduction
 from .model import GPTOSS, load_checkpoint, read_checkpoint, tensor_digest
-from .passkey import HAYSTACKS, WORDINGS, CharTokenizer, PasskeyEvaluator, load_pretrained, load_tokenizer, plot_heatmap, summarize
+from .passkey import (HAYSTACKS, WORDINGS, CharTokenizer, PasskeyEvaluator, load_pretrained,
+                                 load_tokenizer, plot_heatmap, summarize)
 from .reading import forward_step
 from .ring import check_int
 from .training import Recipe, export_checkpoint, train as run_training
@@ -38,7 +39,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 JsonFile = Annotated[Optional[Path], Option("--json", help="Write the results to this file.")]
 Device = Annotated[str, Option(help="cpu, cuda or mps.")]
 Checkpoint = Annotated[str, Option(help="passkey (in the package), random, or a .safetensors file.")]
-Config = Annotated[Optional[Path], Option(help="A JSON file with a ModelConfig, where the checkpoint's own is not wanted.")]
+Config = Annotated[Optional[Path], Option(
+    help="A JSON file with a ModelConfig, where the checkpoint's own is not wanted.")]
 
 # %% ../nbs/15_cli.ipynb #c007
 @app.callback(invoke_without_command=True)
@@ -47,14 +49,14 @@ def _main(ctx:typer.Context, show:Annotated[bool, Option("--version", help="Prin
     elif ctx.invoked_subcommand is None: typer.echo(ctx.get_help())
 
 # %% ../nbs/15_cli.ipynb #c009
-ClickException = typer.BadParameter.__mro__[2] # typer brings its own click since 0.16 or so: this finds the one in use
+ClickException = typer.BadParameter.__mro__[2] # of the click that typer uses: newer versions bring their own
 
 def main()->None:
     "The console script: bad input ends with one line, not with a traceback"
     try: code = app(standalone_mode=False)
     except typer.Abort: code = 130
     except ClickException as e: code = _complain(f"{e.format_message()} (try: gptoss-lite --help)")
-    except (ValueError, TypeError, OSError, RuntimeError) as e: code = _complain(e)  # RuntimeError: torch is out of memory, say
+    except (ValueError, TypeError, OSError, RuntimeError) as e: code = _complain(e) # as when memory runs out
     sys.exit(code)
 
 def _complain(what)->int:
@@ -76,19 +78,23 @@ def write_json(path:Path|None, **results)->None:
     path.write_text(json.dumps(results, indent=1) + "\n")
     typer.echo(f"wrote {path}")
 
+# %% ../nbs/15_cli.ipynb #c014c
 def check_device(device:str)->str:
     "The device, or a `ValueError` where there is none of that name"
-    if not re.fullmatch(r"(cpu|cuda|mps)(:[0-9]+)?", device): raise ValueError(f"device={device!r}: must be cpu, cuda or mps; use --device cpu")
+    if not re.fullmatch(r"(cpu|cuda|mps)(:[0-9]+)?", device):
+        raise ValueError(f"device={device!r}: must be cpu, cuda or mps; use --device cpu")
     try: torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"device={device!r}: must be there ({str(e).splitlines()[0]}); use --device cpu") from e
+        why = str(e).splitlines()[0]
+        raise ValueError(f"device={device!r}: must be there ({why}); use --device cpu") from e
     return device
 
 # %% ../nbs/15_cli.ipynb #c017
 def _numbers(name, text):
     if text is None: return None
     if not re.fullmatch(r"\s*[1-9][0-9]*\s*(,\s*[1-9][0-9]*\s*)*", text):
-        raise ValueError(f"{name}={text!r}: must be whole numbers from 1 with commas between; write for instance 128,1024")
+        raise ValueError(f"{name}={text!r}: must be whole numbers from 1 with commas between; "
+                         "write for instance 128,1024")
     return [int(n) for n in text.split(",")]
 
 # %% ../nbs/15_cli.ipynb #c021
@@ -106,7 +112,8 @@ def smoke(
     json_file:JsonFile=None,
 ):
     "Check this device. A tiny random model reads a sequence with the cache and without it."
-    if dtype not in LIMITS: raise ValueError(f"dtype={dtype!r}: must be one of {list(LIMITS)}; pick one of them")
+    if dtype not in LIMITS:
+        raise ValueError(f"dtype={dtype!r}: must be one of {list(LIMITS)}; pick one of them")
     check_device(device); check_writable(json_file)
     cfg, rng = gptoss_tiny(), torch.Generator().manual_seed(0)
     check_int("tokens", tokens, 4*cfg.window_size, f"the windows of {cfg.window_size} tokens must have turned")
@@ -123,9 +130,11 @@ def smoke(
     rms = lambda x: x.square().mean(-1).sqrt()
     error, limit = (rms(torch.cat(got, 1) - want).max() / rms(want.flatten())).item(), LIMITS[dtype]
     passed = error <= limit # false for NaN, too
-    typer.echo(f"device {device}, {dtype}, {tokens} tokens: at the worst position cached and uncached logits differ by {error:.2g} of their size")
+    typer.echo(f"device {device}, {dtype}, {tokens} tokens: at the worst position cached and uncached logits "
+               f"differ by {error:.2g} of their size")
     typer.echo(f"{'PASSED' if passed else 'FAILED'}: limit {limit:g}")
-    write_json(json_file, run=run_info(device), dtype=dtype, tokens=tokens, error=error, limit=limit, passed=passed)
+    write_json(json_file, run=run_info(device), dtype=dtype, tokens=tokens, error=error, limit=limit,
+               passed=passed)
     raise typer.Exit(0 if passed else 1)
 
 # %% ../nbs/15_cli.ipynb #c029
@@ -133,7 +142,8 @@ def smoke(
 def kv(
     lengths:Annotated[Optional[list[int]], Argument(help="Context lengths in tokens.")]=None,
     threshold:Annotated[float, Option(help="Reduction to reach at the longest length.")]=1.8,
-    config:Annotated[Optional[Path], Option(help="A model of transformers instead, by its config.json or the folder of that; without a verdict.")]=None,
+    config:Annotated[Optional[Path], Option(
+        help="A model of transformers instead, by its config.json or the folder of that; without a verdict.")]=None,
     json_file:JsonFile=None,
 ):
     "What the cache weighs, all full and mixed. By arithmetic, for the default model; exit code 1 below the threshold."
@@ -144,12 +154,17 @@ def kv(
         return write_json(json_file, rows=[w.to_dict() for w in weights])
     cfg, rows = gptoss_502m(), []
     for T in lengths or [4096 << i for i in range(6)]:
-        rows.append(dict(tokens=T, full=kv_cache_bytes(cfg, T, full=True), mixed=kv_cache_bytes(cfg, T), reduction=kv_reduction(cfg, T)))
-    typer.echo(f"{'tokens':>8}  {'all full':>11}  {'mixed':>11}  reduction   (bf16, batch 1, {cfg.n_layers} layers)")
-    for r in rows: typer.echo(f"{r['tokens']:>8,}  {r['full']/2**30:>7.3f} GiB  {r['mixed']/2**30:>7.3f} GiB  {r['reduction']:>8.2f}x")
+        rows.append(dict(tokens=T, full=kv_cache_bytes(cfg, T, full=True), mixed=kv_cache_bytes(cfg, T),
+                         reduction=kv_reduction(cfg, T)))
+    typer.echo(f"{'tokens':>8}  {'all full':>11}  {'mixed':>11}  reduction   "
+               f"(bf16, batch 1, {cfg.n_layers} layers)")
+    for r in rows:
+        full, mixed = (f"{r[kind]/2**30:>7.3f} GiB" for kind in ("full", "mixed"))
+        typer.echo(f"{r['tokens']:>8,}  {full}  {mixed}  {r['reduction']:>8.2f}x")
     last = max(rows, key=lambda r: r["tokens"])
     passed = last["reduction"] >= threshold
-    typer.echo(f"{'PASSED' if passed else 'FAILED'}: {last['reduction']:.2f}x at {last['tokens']:,} tokens, threshold {threshold:g}x")
+    typer.echo(f"{'PASSED' if passed else 'FAILED'}: {last['reduction']:.2f}x at {last['tokens']:,} tokens, "
+               f"threshold {threshold:g}x")
     write_json(json_file, rows=rows, threshold=threshold, passed=passed)
     raise typer.Exit(0 if passed else 1)
 
@@ -169,51 +184,14 @@ def _load(checkpoint, config=None, device="cpu", tokenizer="char"):
     else: model = load_pretrained(checkpoint, cfg=cfg)[0]
     return model.to(device).eval(), tok or CharTokenizer(model.cfg.vocab_size)
 
-# %% ../nbs/15_cli.ipynb #c036
-@app.command()
-def passkey(
-    context_lengths:Annotated[Optional[list[int]], Option(help="Prompt lengths in tokens, one or several.")]=None,
-    more:Annotated[Optional[list[int]], Argument(hidden=True)]=None, # what follows the first length
-    n_trials:Annotated[int, Option(help="Trials a length.")]=100,
-    position:Annotated[str, Option(help="start, middle, end, spread, a depth from 0 to 1, or several with commas.")]="middle",
-    fillers:Annotated[Optional[int], Option(help="So many texts a length, each with every depth; by default each trial has its own.")]=None,
-    seed:Annotated[int, Option(help="Of keys and fillers.")]=42,
-    haystack:Annotated[str, Option(help=", ".join(HAYSTACKS) + ".")]="words",
-    wording:Annotated[str, Option(help="Of needle and question: " + ", ".join(WORDINGS) + ".")]="passkey",
-    checkpoint:Checkpoint="passkey",
-    config:Config=None,
-    tokenizer:Annotated[str, Option(help="char, or a folder with a tokenizer of transformers.")]="char",
-    device:Device="cpu",
-    batch:Annotated[int, Option(help="Prompts side by side; worth it on a GPU, or for short ones.")]=1,
-    target:Annotated[float, Option(min=0, max=1, help="Exact match to reach at the longest length.")]=0.85,
-    fail_below:Annotated[Optional[float], Option(min=0, max=1, help="Exit with 1 where a length is below this.")]=None,
-    log:Annotated[Optional[Path], Option(help="Write each trial to this file as it ends; the same command goes on where it stopped.")]=None,
-    json_file:JsonFile=None,
-    plot:Annotated[Optional[Path], Option(help="Write the heat map to this PNG file.")]=None,
-    threads:Annotated[Optional[int], Option(min=1, help="CPU threads.")]=None,
-    commit:Annotated[str, Option(help="Commit of the code, kept in the files.")]="",
-):
-    "Hide a five-digit number in a long text and ask for it."
-    check_writable(log, json_file, plot)
-    if threads: torch.set_num_threads(threads)
-    lengths = [*(context_lengths or []), *(more or [])] or [4096, 8192, 32768, 65536, 131072]
-    model, tok = _load(checkpoint, config, device, tokenizer)
-    ev, run = PasskeyEvaluator(model, tok, haystack=haystack, wording=wording), run_info(device) | dict(commit=commit)
-    where = position.split(",") if "," in position else position
-    ev.evaluate(lengths, n_trials, where, seed, fillers=fillers, batch=batch, progress=True, log=log, run=run)
-    rows = summarize(ev.trials)
+# %% ../nbs/15_cli.ipynb #c035b
+def _show_found(rows):
+    "A line for each length, as `summarize` gives them"
     typer.echo(f"{'tokens':>8}  {'hits':>9}  exact match  95 % interval     s/trial")
     for r in rows:
         hits = f"{r['hits']}/{r['trials']}"
-        typer.echo(f"{r['length']:>8,}  {hits:>9}  {r['accuracy']:>11.1%}  {r['low']:>5.1%} to {r['high']:>6.1%}  {r['seconds']:>8.2f}")
-    last = rows[-1]
-    passed = last["accuracy"] >= target
-    typer.echo(f"{'PASSED' if passed else 'BELOW TARGET'}: {last['accuracy']:.1%} at {last['length']:,} tokens, target {target:.0%}"
-               + ("" if passed or checkpoint != "random" else "; a random model knows nothing, train one first"))
-    write_json(json_file, run=run, checkpoint=Path(checkpoint).name, digest=tensor_digest(model.state_dict()), config=model.cfg.to_dict(),
-               tokenizer=type(tok).__name__, haystack=haystack, wording=wording, seed=seed, position=position, fillers=fillers, target=target, summary=rows, trials=[asdict(t) for t in ev.trials])
-    if plot: save_heatmap(ev.trials, plot)
-    raise typer.Exit(1 if fail_below is not None and min(r["accuracy"] for r in rows) < fail_below else 0)
+        typer.echo(f"{r['length']:>8,}  {hits:>9}  {r['accuracy']:>11.1%}  "
+                   f"{r['low']:>5.1%} to {r['high']:>6.1%}  {r['seconds']:>8.2f}")
 
 def save_heatmap(
     trials, # `Trial`s, at least one
@@ -225,6 +203,58 @@ def save_heatmap(
     plot_heatmap(trials, fig.subplots())
     fig.savefig(path, dpi=150, format="png")
     typer.echo(f"wrote {path}")
+
+# %% ../nbs/15_cli.ipynb #c036
+@app.command()
+def passkey(
+    context_lengths:Annotated[Optional[list[int]], Option(
+        help="Prompt lengths in tokens, one or several.")]=None,
+    more:Annotated[Optional[list[int]], Argument(hidden=True)]=None, # what follows the first length
+    n_trials:Annotated[int, Option(help="Trials a length.")]=100,
+    position:Annotated[str, Option(
+        help="start, middle, end, spread, a depth from 0 to 1, or several with commas.")]="middle",
+    fillers:Annotated[Optional[int], Option(
+        help="So many texts a length, each with every depth; by default each trial has its own.")]=None,
+    seed:Annotated[int, Option(help="Of keys and fillers.")]=42,
+    haystack:Annotated[str, Option(help=", ".join(HAYSTACKS) + ".")]="words",
+    wording:Annotated[str, Option(help="Of needle and question: " + ", ".join(WORDINGS) + ".")]="passkey",
+    checkpoint:Checkpoint="passkey",
+    config:Config=None,
+    tokenizer:Annotated[str, Option(help="char, or a folder with a tokenizer of transformers.")]="char",
+    device:Device="cpu",
+    batch:Annotated[int, Option(help="Prompts side by side; worth it on a GPU, or for short ones.")]=1,
+    target:Annotated[float, Option(min=0, max=1, help="Exact match to reach at the longest length.")]=0.85,
+    fail_below:Annotated[Optional[float], Option(min=0, max=1,
+        help="Exit with 1 where a length is below this.")]=None,
+    log:Annotated[Optional[Path], Option(
+        help="Write each trial to this file as it ends; the same command goes on where it stopped.")]=None,
+    json_file:JsonFile=None,
+    plot:Annotated[Optional[Path], Option(help="Write the heat map to this PNG file.")]=None,
+    threads:Annotated[Optional[int], Option(min=1, help="CPU threads.")]=None,
+    commit:Annotated[str, Option(help="Commit of the code, kept in the files.")]="",
+):
+    "Hide a five-digit number in a long text and ask for it."
+    check_writable(log, json_file, plot)
+    if threads: torch.set_num_threads(threads)
+    lengths = [*(context_lengths or []), *(more or [])] or [4096, 8192, 32768, 65536, 131072]
+    model, tok = _load(checkpoint, config, device, tokenizer)
+    ev = PasskeyEvaluator(model, tok, haystack=haystack, wording=wording)
+    run = run_info(device) | dict(commit=commit)
+    where = position.split(",") if "," in position else position
+    ev.evaluate(lengths, n_trials, where, seed, fillers=fillers, batch=batch, progress=True, log=log, run=run)
+    rows = summarize(ev.trials)
+    _show_found(rows)
+    last = rows[-1]
+    passed = last["accuracy"] >= target
+    hint = "" if passed or checkpoint != "random" else "; a random model knows nothing, train one first"
+    typer.echo(f"{'PASSED' if passed else 'BELOW TARGET'}: {last['accuracy']:.1%} "
+               f"at {last['length']:,} tokens, target {target:.0%}{hint}")
+    write_json(json_file, run=run, checkpoint=Path(checkpoint).name, digest=tensor_digest(model.state_dict()),
+               config=model.cfg.to_dict(), tokenizer=type(tok).__name__, haystack=haystack, wording=wording,
+               seed=seed, position=position, fillers=fillers, target=target, summary=rows,
+               trials=[asdict(t) for t in ev.trials])
+    if plot: save_heatmap(ev.trials, plot)
+    raise typer.Exit(1 if fail_below is not None and min(r["accuracy"] for r in rows) < fail_below else 0)
 
 # %% ../nbs/15_cli.ipynb #c046
 def printable(text:str)->str:
@@ -257,7 +287,8 @@ def train(
     out:Annotated[Path, Argument(help="Folder for the state, the loss curve and the checkpoint.")],
     seed:Annotated[int, Option(help="Of weights and data.")]=Recipe.seed,
     threads:Annotated[Optional[int], Option(min=1, help="CPU threads.")]=None,
-    steps:Annotated[Optional[str], Option(help="Other steps for the stages, such as 60,30,50, for a quick look.")]=None,
+    steps:Annotated[Optional[str], Option(
+        help="Other steps for the stages, such as 60,30,50, for a quick look.")]=None,
     commit:Annotated[str, Option(help="Commit of the code, kept in the file.")]="",
 ):
     "Train the small passkey model, or go on. The recipe is that of the model in the package; the state is saved as it goes."
@@ -265,14 +296,16 @@ def train(
     if steps:
         counts, stages = steps.split(","), recipe.stages
         if len(counts) != len(stages) or not all(re.fullmatch(r"\s*[1-9][0-9]*\s*", n) for n in counts):
-            raise ValueError(f"steps={steps!r}: must be {len(stages)} whole numbers from 1, one for each stage; write for instance 60,30,50")
+            raise ValueError(f"steps={steps!r}: must be {len(stages)} whole numbers from 1, one for each stage; "
+                             "write for instance 60,30,50")
         recipe = replace(recipe, stages=tuple(replace(s, steps=int(n)) for n, s in zip(counts, stages)))
     check_writable(out/"passkey.safetensors", out/"log.json")
     if threads: torch.set_num_threads(threads)
     model, log = run_training(recipe, out)
     export_checkpoint(model, recipe, out/"passkey.safetensors", commit)
     write_json(out/"log.json", run=run_info(), recipe=asdict(recipe), log=log)
-    typer.echo(f"wrote {out/'passkey.safetensors'}; try: gptoss-lite passkey --checkpoint {out/'passkey.safetensors'}")
+    made = out/"passkey.safetensors"
+    typer.echo(f"wrote {made}; try: gptoss-lite passkey --checkpoint {made}")
 
 # %% ../nbs/15_cli.ipynb #c055
 @app.command()
@@ -296,10 +329,14 @@ def arms(
         if name not in ARMS: raise ValueError(f"arm {name!r} is not known; must be of {', '.join(ARMS)}")
     for name in names:
         arm = ARMS[name]
-        if arm.checkpoint not in ("passkey", "random") and not (folder/f"{arm.checkpoint}.safetensors").exists():
-            if not train_missing: typer.echo(f"{name:<13} {arm.what}: {arm.checkpoint}.safetensors is not there; --train makes it"); continue
+        file = folder/f"{arm.checkpoint}.safetensors"
+        if arm.checkpoint not in ("passkey", "random") and not file.exists():
+            if not train_missing:
+                typer.echo(f"{name:<13} {arm.what}: {file.name} is not there; --train makes it")
+                continue
             train_arm(arm.checkpoint, folder, commit)
-        trials = run_arm(name, folder, lengths, n_near, longer, n_far, seed, progress=True, run=run_info() | dict(commit=commit))
+        run = run_info() | dict(commit=commit)
+        trials = run_arm(name, folder, lengths, n_near, longer, n_far, seed, progress=True, run=run)
         found = [f"{r['length']:,}: {r['hits']}/{r['trials']}" for r in summarize(trials)]
         typer.echo(f"{name:<13} {arm.what}: " + ", ".join(found))
 
@@ -311,7 +348,8 @@ def _names(text):
     if text is None: return None
     names = [n.strip() for n in text.split(",")]
     for n in names:
-        if n not in B.COMPETITORS: raise ValueError(f"competitors: {n!r} is not known; must be of {', '.join(B.COMPETITORS)}")
+        if n not in B.COMPETITORS:
+            raise ValueError(f"competitors: {n!r} is not known; must be of {', '.join(B.COMPETITORS)}")
     return names
 
 # %% ../nbs/15_cli.ipynb #c060
@@ -324,13 +362,19 @@ Dtype = Annotated[str, Option(help="float32, bfloat16 or float16.")]
 Threads = Annotated[Optional[int], Option(min=1, help="CPU threads.")]
 Quick = Annotated[bool, Option("--quick", help="A smaller model and short lengths, under a minute.")]
 Where = Annotated[str, Option("--device", help="cpu or cuda.")]
-Instead = Annotated[Optional[Path], Option("--config", help="A JSON file with a ModelConfig, instead of the default model.")]
-Results = Annotated[Optional[Path], Option("--json", help="File for the results; by default in results/, and none with --quick.")]
+Instead = Annotated[Optional[Path], Option(
+    "--config", help="A JSON file with a ModelConfig, instead of the default model.")]
+Results = Annotated[Optional[Path], Option(
+    "--json", help="File for the results; by default in results/, and none with --quick.")]
+Commit = Annotated[str, Option(help="Commit of the code, kept in the file.")]
 
+# %% ../nbs/15_cli.ipynb #c060b
 def _bench_setup(what, dtype, device, threads, quick, config, commit, json_file):
     "The configuration, the file, and what stands at its head"
-    if dtype not in ("float32", "bfloat16", "float16"): raise ValueError(f"dtype={dtype!r}: must be float32, bfloat16 or float16; pick one of them")
-    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device): raise ValueError(f"device={device!r}: must be cpu or cuda; pass one that we can wait for")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={dtype!r}: must be float32, bfloat16 or float16; pick one of them")
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
+        raise ValueError(f"device={device!r}: must be cpu or cuda; pass one that we can wait for")
     check_device(device)
     cfg = ModelConfig.from_dict(json.loads(Path(config).read_text())) if config else gptoss_502m()
     if quick and not config: cfg = cfg.replace(n_layers=4, vocab_size=16000)
@@ -339,12 +383,13 @@ def _bench_setup(what, dtype, device, threads, quick, config, commit, json_file)
     if threads: torch.set_num_threads(threads)
     machine = B.measure_machine(device)
     small = "; quick: 4 layers, a vocabulary of 16,000" if quick and not config else ""
-    typer.echo(f"this machine reads {machine.bandwidth/1e9:.1f} GB/s and multiplies {machine.flops/1e9:.0f} GFLOP/s; "
-               f"{torch.get_num_threads()} threads, {dtype}{small}")
-    head = dict(bench=what, run=run_info(device) | dict(transformers=version("transformers"), commit=commit), config=cfg.to_dict(),
-                dtype=dtype, quick=quick, machine=asdict(machine))
+    typer.echo(f"this machine reads {machine.bandwidth/1e9:.1f} GB/s "
+               f"and multiplies {machine.flops/1e9:.0f} GFLOP/s; {torch.get_num_threads()} threads, {dtype}{small}")
+    run = run_info(device) | dict(transformers=version("transformers"), commit=commit)
+    head = dict(bench=what, run=run, config=cfg.to_dict(), dtype=dtype, quick=quick, machine=asdict(machine))
     return cfg, machine, json_file, head
 
+# %% ../nbs/15_cli.ipynb #c060c
 def _bench_run(rows, bar, machine, json_file, head):
     agree = True
     for row in B.collect(rows, json_file, **head):
@@ -359,14 +404,16 @@ def _bench_run(rows, bar, machine, json_file, head):
 # %% ../nbs/15_cli.ipynb #c061
 @bench_app.command("decode")
 def bench_decode(
-    contexts:Contexts=None, competitors:Rivals=None, repeats:Repeats=None, budget:Budget=30., memory:Memory=14., dtype:Dtype="float32",
-    device:Where="cpu", threads:Threads=None, quick:Quick=False, config:Instead=None,
-    commit:Annotated[str, Option(help="Commit of the code, kept in the file.")]="", json_file:Results=None,
+    contexts:Contexts=None, competitors:Rivals=None, repeats:Repeats=None, budget:Budget=30., memory:Memory=14.,
+    dtype:Dtype="float32", device:Where="cpu", threads:Threads=None, quick:Quick=False, config:Instead=None,
+    commit:Commit="", json_file:Results=None,
 ):
     "Time a token after a long context, whole steps and attention alone."
-    lengths = _numbers("contexts", contexts) or ([128, 1024, 4096] if quick else [128, 1024, 8192, 32768, 131072])
+    default = [128, 1024, 4096] if quick else [128, 1024, 8192, 32768, 131072]
+    lengths = _numbers("contexts", contexts) or default
     names, repeats = _names(competitors) or list(B.COMPETITORS), repeats or (3 if quick else 9)
-    cfg, machine, json_file, head = _bench_setup("decode", dtype, device, threads, quick, config, commit, json_file)
+    cfg, machine, json_file, head = _bench_setup("decode", dtype, device, threads, quick, config, commit,
+                                                 json_file)
     alone = sorted({min(8192, max(lengths)), max(lengths)})
     bar = tqdm(total=len(lengths)*len(names) + 3*len(alone), unit="row", disable=None)
     def rows():
@@ -374,56 +421,70 @@ def bench_decode(
         bar.set_postfix_str("building the model")
         model = B.random_model(cfg, getattr(torch, dtype), device)
         yield from B.decode_rows(model, lengths, names, repeats, budget, memory*2**30, bar.set_postfix_str)
-    with torch.no_grad(): _bench_run(rows(), bar, machine, json_file, head | dict(repeats=repeats, budget=budget))
+    head |= dict(repeats=repeats, budget=budget)
+    with torch.no_grad(): _bench_run(rows(), bar, machine, json_file, head)
 
+# %% ../nbs/15_cli.ipynb #c061b
 @bench_app.command("prefill")
 def bench_prefill(
-    contexts:Contexts=None, competitors:Rivals=None, repeats:Repeats=None, budget:Budget=200., memory:Memory=14., dtype:Dtype="float32",
-    device:Where="cpu", threads:Threads=None, quick:Quick=False, config:Instead=None,
-    commit:Annotated[str, Option(help="Commit of the code, kept in the file.")]="", json_file:Results=None,
+    contexts:Contexts=None, competitors:Rivals=None, repeats:Repeats=None, budget:Budget=200., memory:Memory=14.,
+    dtype:Dtype="float32", device:Where="cpu", threads:Threads=None, quick:Quick=False, config:Instead=None,
+    commit:Commit="", json_file:Results=None,
 ):
     "Time whole prompts, and windowed layers alone."
     lengths = _numbers("contexts", contexts) or ([256, 512] if quick else [1024, 4096, 8192])
-    names, repeats = _names(competitors) or ["ours", "specification", "transformers"], repeats or (2 if quick else 3)
-    cfg, machine, json_file, head = _bench_setup("prefill", dtype, device, threads, quick, config, commit, json_file)
+    names = _names(competitors) or ["ours", "specification", "transformers"]
+    repeats, compare = repeats or (2 if quick else 3), min(512, *lengths)
+    cfg, machine, json_file, head = _bench_setup("prefill", dtype, device, threads, quick, config, commit,
+                                                 json_file)
     alone = [1024, 4096] if quick else [8192, 32768]
     bar = tqdm(total=len(lengths)*len(names) + 2*len(alone), unit="row", disable=None)
     def rows():
         yield from B.windowed_rows(cfg, alone, getattr(torch, dtype), device, repeats)
         bar.set_postfix_str("building the model")
         model = B.random_model(cfg, getattr(torch, dtype), device)
-        yield from B.prefill_rows(model, lengths, names, repeats, budget, memory*2**30, min(512, min(lengths)), bar.set_postfix_str)
-    with torch.no_grad(): _bench_run(rows(), bar, machine, json_file, head | dict(repeats=repeats, budget=budget))
+        yield from B.prefill_rows(model, lengths, names, repeats, budget, memory*2**30, compare,
+                                  bar.set_postfix_str)
+    head |= dict(repeats=repeats, budget=budget)
+    with torch.no_grad(): _bench_run(rows(), bar, machine, json_file, head)
 
+# %% ../nbs/15_cli.ipynb #c061c
 @bench_app.command("cache")
 def bench_cache(
     contexts:Annotated[Optional[str], Option(help="Lengths of prompts, with commas.")]=None,
-    decode_contexts:Annotated[Optional[str], Option(help="Tokens in the cache for decode steps, with commas, or none.")]=None,
+    decode_contexts:Annotated[Optional[str], Option(
+        help="Tokens in the cache for decode steps, with commas, or none.")]=None,
     competitors:Rivals=None, budget:Budget=300., memory:Memory=14., dtype:Dtype="float32",
     threads:Threads=None, quick:Quick=False, config:Instead=None,
-    commit:Annotated[str, Option(help="Commit of the code, kept in the file.")]="", json_file:Results=None,
+    commit:Commit="", json_file:Results=None,
 ):
     "Peak memory of prompts and of decode steps, each in a process of its own, on the CPU."
     prompts = _numbers("contexts", contexts) or ([256] if quick else [2048, 8192, 16384])
-    filled = [] if decode_contexts == "none" else _numbers("decode_contexts", decode_contexts) or ([4096] if quick else [8192, 32768, 131072])
+    filled = _numbers("decode_contexts", decode_contexts) if decode_contexts != "none" else []
+    if filled is None: filled = [4096] if quick else [8192, 32768, 131072]
     names = _names(competitors) or (["ours", "concat", "transformers"] if quick else list(B.COMPETITORS))
-    cfg, machine, json_file, head = _bench_setup("cache", dtype, "cpu", threads, quick, config, commit, json_file)
+    cfg, machine, json_file, head = _bench_setup("cache", dtype, "cpu", threads, quick, config, commit,
+                                                 json_file)
     phases = dict(prefill=prompts, decode=filled)
     bar = tqdm(total=len(names)*(len(prompts) + len(filled)), unit="row", disable=None)
-    rows = B.memory_rows(cfg, phases, names, getattr(torch, dtype), threads, budget, memory*2**30, bar.set_postfix_str)
+    rows = B.memory_rows(cfg, phases, names, getattr(torch, dtype), threads, budget, memory*2**30,
+                         bar.set_postfix_str)
     _bench_run(rows, bar, machine, json_file, head | dict(budget=budget))
 
+# %% ../nbs/15_cli.ipynb #c061d
 @bench_app.command("hf")
 def bench_hf(
-    contexts:Contexts=None, prompts:Annotated[Optional[str], Option(help="Lengths of prompts, with commas.")]=None, repeats:Repeats=None,
-    budget:Budget=600., memory:Memory=14., dtype:Dtype="float32", threads:Threads=None, quick:Quick=False, config:Instead=None,
-    commit:Annotated[str, Option(help="Commit of the code, kept in the file.")]="", json_file:Results=None,
+    contexts:Contexts=None, prompts:Annotated[Optional[str], Option(help="Lengths of prompts, with commas.")]=None,
+    repeats:Repeats=None, budget:Budget=600., memory:Memory=14., dtype:Dtype="float32", threads:Threads=None,
+    quick:Quick=False, config:Instead=None, commit:Commit="", json_file:Results=None,
 ):
     "Time transformers as it is, with our cache, with our attention, and with both, on the CPU."
-    lengths, texts = _numbers("contexts", contexts) or ([1024] if quick else [32768, 131072]), _numbers("prompts", prompts) or ([256] if quick else [8192])
+    lengths = _numbers("contexts", contexts) or ([1024] if quick else [32768, 131072])
+    texts = _numbers("prompts", prompts) or ([256] if quick else [8192])
     repeats = repeats or (2 if quick else 5)
     cfg, machine, json_file, head = _bench_setup("hf", dtype, "cpu", threads, quick, config, commit, json_file)
     bar = tqdm(total=5*len(lengths) + 9*len(texts), unit="row", disable=None)
     with torch.no_grad():
-        rows = B.inside_rows(B.random_model(cfg, getattr(torch, dtype)), lengths, texts, repeats, budget, memory*2**30, threads, bar.set_postfix_str)
+        rows = B.inside_rows(B.random_model(cfg, getattr(torch, dtype)), lengths, texts, repeats, budget,
+                             memory*2**30, threads, bar.set_postfix_str)
         _bench_run(rows, bar, machine, json_file, head | dict(repeats=repeats, budget=budget))
