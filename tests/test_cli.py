@@ -1,6 +1,7 @@
 "The command as a person types it."
 import json
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import gptoss_lite
@@ -27,6 +29,46 @@ def test_help_on_each():
         assert run(cmd, "--help").exit_code == 0
     for cmd in "decode prefill cache".split():
         assert cmd in run("bench", "--help").output and run("bench", cmd, "--help").exit_code == 0
+
+
+# ---- what the pages tell to type ----
+
+ROOT = Path(__file__).resolve().parent.parent
+
+def commands(text):
+    "The lines of a text that begin with our command; one may go on after a backslash"
+    return [l for l in text.replace("\\\n", " ").splitlines() if l.startswith("gptoss-lite ")]
+
+def on_pages():
+    "Every command that a page or the README shows by itself on a line"
+    yield from (("README.md", line) for line in commands((ROOT/"README.md").read_text(encoding="utf-8")))
+    for fn in sorted((ROOT/"nbs").glob("*.ipynb")):
+        for cell in json.loads(fn.read_text(encoding="utf-8"))["cells"]:
+            outs = ["".join(o.get("text", [])) + "".join(o.get("data", {}).get("text/markdown", [])) for o in cell.get("outputs", [])]
+            for text in ["".join(cell["source"])]*(cell["cell_type"] == "markdown") + outs:
+                yield from ((fn.name, line) for line in commands(text))
+
+def parses(line):
+    "Read a line as the program would, and run nothing"
+    command, (name, *args) = get_command(app), shlex.split(line, comments=True)
+    while hasattr(command, "commands") and args and args[0] in command.commands:
+        name, *args = args
+        command = command.commands[name]
+    if "--help" in args or hasattr(command, "commands") and args in ([], ["--version"]): return
+    command.make_context(name, args)
+
+def test_what_the_pages_tell_to_type_can_be_typed():
+    lines = list(on_pages())
+    assert len(lines) > 20
+    wrong = []
+    for page, line in lines:
+        try: parses(line)
+        except C.ClickException as e: wrong.append(f"{page}: {line}: {e.format_message()}")
+    assert not wrong, "\n".join(wrong)
+
+@pytest.mark.parametrize("line", ["gptoss-lite bench cache --device cuda", "gptoss-lite kv --fast", "gptoss-lite passkey --target 85"])
+def test_what_cannot_be_typed_is_seen(line):
+    with pytest.raises(C.ClickException): parses(line)
 
 
 def test_the_console_script_is_this():
