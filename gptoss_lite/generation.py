@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 from .cache import MixedKVCache
 from .model import GPTOSS
 from .ragged import RaggedKVCache
-from .reading import _attn_forward_layer, _check_untouched, check_ids, evaluating, forward_step, prefill, read, score, with_pending
+from .reading import (_attn_forward_layer, _check_untouched, check_ids, evaluating, forward_step, prefill,
+                                 read, score, with_pending)
 from .ring import check_int
 from .sampling import boltzmann, check_sampling, make_generators, nucleus, sample
 from .text import stop_strings, until_stop, whole_characters
@@ -25,36 +26,48 @@ from .text import stop_strings, until_stop, whole_characters
 def _check_prompts(input_ids, vocab_size):
     "Raise unless `input_ids` are a batch of rows, or a list of texts that are alike in number type and device"
     if not isinstance(input_ids, (list, tuple)): return check_ids(input_ids, vocab_size, True)
-    if not input_ids: raise ValueError("input_ids is an empty list: must hold at least 1 prompt; give the model something to continue")
+    if not input_ids:
+        raise ValueError("input_ids is an empty list: must hold at least 1 prompt; "
+                         "give the model something to continue")
     first = input_ids[0]
     for p in input_ids:
         if not isinstance(p, Tensor):
-            raise TypeError(f"input_ids is a {type(input_ids).__name__} of {type(p).__name__}: must be a tensor of ids (B, T), "
-                            "or a list of tensors (T,)")
+            raise TypeError(f"input_ids is a {type(input_ids).__name__} of {type(p).__name__}: "
+                            "must be a tensor of ids (B, T), or a list of tensors (T,)")
         if p.dim() != 1:
-            raise ValueError(f"input_ids holds a prompt of shape {tuple(p.shape)}: must be (T,); a list has one prompt in each entry")
+            raise ValueError(f"input_ids holds a prompt of shape {tuple(p.shape)}: must be (T,); "
+                             "a list has one prompt in each entry")
         if (p.dtype, p.device) != (first.dtype, first.device):
-            raise ValueError(f"input_ids holds {p.dtype} on {p.device} beside {first.dtype} on {first.device}: must be alike; convert them")
+            raise ValueError(f"input_ids holds {p.dtype} on {p.device} beside {first.dtype} on {first.device}: "
+                             "must be alike; convert them")
 
 # %% ../nbs/10_generation.ipynb #c020
+_EQUAL = "must be equal; use another cache or reset()"
+
+def _check_pending(pending, input_ids, vocab_size):
+    "Refuse new ids where those that are pending are of other rows, or are the rest of a prompt"
+    B = input_ids.shape[0]
+    if pending.shape[0] != B:
+        raise ValueError(f"input_ids has {B} rows, the cache {pending.shape[0]}: {_EQUAL}")
+    if pending.shape[1] > 1 and input_ids.shape[1]:
+        raise ValueError(f"cache has {pending.shape[1]} ids of a prompt that was broken off: "
+                         "they must be read before new ones; "
+                         "pass input_ids of no column to go on, or reset() it")
+    check_ids(pending, vocab_size, True)
+
+# %% ../nbs/10_generation.ipynb #c020b
 def _check_cache(model, input_ids, cache):
     "Refuse a cache that this model and this batch cannot continue"
-    way_out = "must be equal; use another cache or reset()"
     B, L, held = input_ids.shape[0], len(model.blocks), cache._filled
     if held and set(held) != set(range(L)):
-        raise ValueError(f"cache holds {len(held)} layers, this model has {L}: {way_out}")
+        raise ValueError(f"cache holds {len(held)} layers, this model has {L}: {_EQUAL}")
     if len({b.n_tokens for b in held.values()}) > 1:
         raise ValueError("cache holds part of a step that was broken off: must hold whole steps; reset() it, "
                          "and put steps of your own into cache.step()")
-    pending = cache.pending
-    if pending is not None:
-        if pending.shape[0] != B: raise ValueError(f"input_ids has {B} rows, the cache {pending.shape[0]}: {way_out}")
-        if pending.shape[1] > 1 and input_ids.shape[1]:
-            raise ValueError(f"cache has {pending.shape[1]} ids of a prompt that was broken off: they must be read before new ones; "
-                             "pass input_ids of no column to go on, or reset() it")
-        check_ids(pending, model.cfg.vocab_size, True)
+    if cache.pending is not None: _check_pending(cache.pending, input_ids, model.cfg.vocab_size)
     device = input_ids.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.embed.weight.dtype
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else model.embed.weight.dtype
     for i, buf in held.items():
         attn, (b, h, _, d) = model.blocks[i].attn, buf.k.shape
         window = attn.window_size if attn.is_windowed else None
@@ -63,7 +76,8 @@ def _check_cache(model, input_ids, cache):
                                    ("dtype", buf.k.dtype, dtype),
                                    ("device", buf.k.device, input_ids.device),
                                    ("window", getattr(buf, "window", None), window)):
-            if theirs != ours: raise ValueError(f"cache has {what} {theirs} in layer {i}, this call {ours}: {way_out}")
+            if theirs != ours:
+                raise ValueError(f"cache has {what} {theirs} in layer {i}, this call {ours}: {_EQUAL}")
 
 # %% ../nbs/10_generation.ipynb #c022
 def _check_text(model, ids, cache, max_new_tokens):
@@ -75,13 +89,17 @@ def _check_text(model, ids, cache, max_new_tokens):
         _check_cache(model, ids, cache)
         total += cache.n_tokens + pending
         if total > cache.max_tokens:
-            raise ValueError(f"{total} tokens in all (held, prompt and max_new_tokens={max_new_tokens}): must be at most "
-                             f"max_tokens={cache.max_tokens}; shorten the prompt or pass a cache with a larger one")
+            raise ValueError(f"{total} tokens in all (held, prompt and max_new_tokens={max_new_tokens}): "
+                             f"must be at most max_tokens={cache.max_tokens}; "
+                             "shorten the prompt or pass a cache with a larger one")
     return total
 
+# %% ../nbs/10_generation.ipynb #c022c
 def _check_arguments(max_new_tokens, prefill_chunk, use_cache, cache, V, ends, pad):
+    "Refuse what cannot be meant, whatever the prompt is"
     if cache is not None and not isinstance(cache, (MixedKVCache, RaggedKVCache)):
-        raise TypeError(f"cache is a {type(cache).__name__}: must be a MixedKVCache, or a RaggedKVCache for several texts")
+        raise TypeError(f"cache is a {type(cache).__name__}: must be a MixedKVCache, "
+                        "or a RaggedKVCache for several texts")
     if cache is not None and not use_cache:
         raise ValueError("use_cache=False with a cache: the replay keeps nothing; drop one of the two")
     check_int("max_new_tokens", max_new_tokens, 0, "it counts tokens")
@@ -90,10 +108,12 @@ def _check_arguments(max_new_tokens, prefill_chunk, use_cache, cache, V, ends, p
         check_int("eos_token_id", e, 0, "it is an id, or a list of ids")
         if e >= V: raise ValueError(f"eos_token_id={e}: must lie in 0..{V-1}; use the model's own tokenizer")
     if isinstance(pad, bool) or not isinstance(pad, int):
-        raise TypeError(f"pad_token_id={pad!r}: must be an int, not {type(pad).__name__}; it fills the rows after their end")
+        raise TypeError(f"pad_token_id={pad!r}: must be an int, not {type(pad).__name__}; "
+                        "it fills the rows after their end")
 
 # %% ../nbs/10_generation.ipynb #c025
-def _rows(new, texts): # `(rows,)` -> a column for each text
+def _rows(new, texts):
+    "From one id for each row, `(rows,)`, a column for each text"
     return [ids[:, None] for ids in new.split([len(t) for t in texts])]
 
 # %% ../nbs/10_generation.ipynb #c026
@@ -108,7 +128,8 @@ def _cached(model, texts, caches, chunk, room, choose, progress):
         unread = [texts[i] for i in live]
         def then(logits):
             new = choose(logits, live)
-            for c, ids in zip(mine, _rows(new, unread)): c.pending = ids.clone() # `new` is the caller's, who may write to it
+            for c, ids in zip(mine, _rows(new, unread)):
+                c.pending = ids.clone() # `new` is the caller's, who may write to it
             return new
         new = read(model, mine, unread, chunk, memo, choose and then, progress, room)
         for i, c in zip(live, mine): texts[i], left[i] = c.pending, (c.pending, c.n_tokens)
@@ -123,7 +144,8 @@ def _replayed(model, texts, choose):
     def feed(live):
         x = torch.cat([forward_step(model, texts[i], 0, None, memo)[:, -1:] for i in live])
         new = choose(model.logits(x)[:, -1], live)
-        for i, ids in zip(live, _rows(new, [texts[i] for i in live])): texts[i] = torch.cat([texts[i], ids.to(texts[i])], 1)
+        for i, ids in zip(live, _rows(new, [texts[i] for i in live])):
+            texts[i] = torch.cat([texts[i], ids.to(texts[i])], 1)
         return new
     return feed
 
@@ -146,7 +168,7 @@ def _read_only(model, feed, texts):
 
 # %% ../nbs/10_generation.ipynb #c032
 def _sampler(texts, V, record, temperature, top_p, top_k, min_p, repetition_penalty, generators):
-    "A function of logits, and of which texts they belong to, that chooses; it notes what the penalty and the record want to know"
+    "A function of logits, and of the texts they belong to, that chooses and notes what penalty and record need"
     B, device, seen = sum(len(t) for t in texts), texts[0].device, None
     if repetition_penalty != 1:
         seen = torch.zeros(B, V, dtype=torch.bool, device=device)
@@ -163,7 +185,7 @@ def _sampler(texts, V, record, temperature, top_p, top_k, min_p, repetition_pena
 
 # %% ../nbs/10_generation.ipynb #c034
 def _progress(progress):
-    "What is called with the tokens read and all of them: the caller's function, or a bar where there is more than one chunk"
+    "A function of the tokens read and of all: the caller's, or a bar where there is more than one chunk"
     if progress is not True: return progress or None
     bar = None
     def show(done, total):
@@ -188,18 +210,18 @@ def _parts(input_ids, use_cache, cache, ends):
     if not use_cache: return texts, [None]*len(texts)
     if isinstance(cache, MixedKVCache) or cache is None and not apart:
         if len(texts) > 1:
-            raise ValueError(f"cache is a MixedKVCache: must be a RaggedKVCache for {B} rows that differ in length or may end "
-                             "at different tokens; pass RaggedKVCache(), or leave out eos_token_id")
+            raise ValueError(f"cache is a MixedKVCache: must be a RaggedKVCache for {B} rows that differ in length "
+                             "or may end at different tokens; pass RaggedKVCache(), or leave out eos_token_id")
         return texts, [MixedKVCache() if cache is None else cache]
     if cache is None: cache = RaggedKVCache()
     rows = cache.rows or cache.new_rows(B)
     if len(rows) != B:
-        raise ValueError(f"input_ids has {B} rows, the cache {len(rows)}: must be equal; use another cache or reset()")
+        raise ValueError(f"input_ids has {B} rows, the cache {len(rows)}: {_EQUAL}")
     return texts, rows
 
 # %% ../nbs/10_generation.ipynb #c037
-def _start(model, input_ids, max_new_tokens, temperature, top_p, use_cache, cache, prefill_chunk, eos_token_id, pad_token_id,
-           top_k, min_p, repetition_penalty, seed, generator, progress, record=None):
+def _start(model, input_ids, max_new_tokens, temperature, top_p, use_cache, cache, prefill_chunk, eos_token_id,
+           pad_token_id, top_k, min_p, repetition_penalty, seed, generator, progress, record=None):
     "Check everything, then return the generator of `stream`"
     (ends, pad), V = _ends(eos_token_id, pad_token_id), model.cfg.vocab_size
     _check_arguments(max_new_tokens, prefill_chunk, use_cache, cache, V, ends, pad)
@@ -214,14 +236,15 @@ def _start(model, input_ids, max_new_tokens, temperature, top_p, use_cache, cach
     if isinstance(cache, RaggedKVCache): cache.rows = caches
     if use_cache: texts = [with_pending(c, t) for c, t in zip(caches, texts)]
     choose = _sampler(texts, V, record, temperature, top_p, top_k, min_p, repetition_penalty, generators)
-    if not use_cache: return _decode(model, _replayed(model, texts, choose), texts, max_new_tokens, ends, pad)
-    feed = _cached(model, texts, caches, prefill_chunk, max_new_tokens, choose, _progress(progress))
-    return _decode(model, feed, texts, max_new_tokens, ends, pad) if max_new_tokens else _read_only(model, feed, texts)
+    feed = (_cached(model, texts, caches, prefill_chunk, max_new_tokens, choose, _progress(progress))
+            if use_cache else _replayed(model, texts, choose))
+    if use_cache and not max_new_tokens: return _read_only(model, feed, texts)
+    return _decode(model, feed, texts, max_new_tokens, ends, pad)
 
 # %% ../nbs/10_generation.ipynb #c039
 def stream(
     model:GPTOSS,
-    input_ids:Tensor|Sequence[Tensor], # Prompts, `(B, T)` or a list of `(T,)`; only the new ids where `cache` is continued
+    input_ids:Tensor|Sequence[Tensor], # Prompts, `(B, T)` or a list of `(T,)`; to continue `cache` only new ids
     max_new_tokens:int=64,
     temperature:float=0.7, # at most 0 is greedy
     top_p:float=0.9, # mass of the nucleus
@@ -235,8 +258,8 @@ def stream(
     min_p:float=0., # share of the best word's probability; 0 keeps all
     repetition_penalty:float=1., # on the ids given to this call and those that it has written
     seed:int|Sequence[int]|None=None, # of the draws, or one for each row
-    generator:torch.Generator|Sequence[torch.Generator]|None=None, # instead of a seed; with neither the global random state
-    progress:bool|Callable[[int,int],None]|None=None, # of the prompt: a bar, or a function of the tokens read and of all
+    generator:torch.Generator|Sequence[torch.Generator]|None=None, # instead of a seed; neither: the global state
+    progress:bool|Callable[[int,int],None]|None=None, # while reading: a bar, or a function of tokens read, and all
 )->Iterator[Tensor]: # ids `(B,)`, one token of each row at a time
     "Yield tokens as they are chosen, until all rows have ended; bad input is refused here, not at the first token"
     return _start(**locals())
@@ -255,13 +278,14 @@ def _result(input_ids, new, ends, pad, N, record, k):
     for i, (rows, logp, top) in enumerate(record):
         logprobs[rows, i], top_logprobs[rows, i], top_ids[rows, i] = logp, top.values, top.indices.to(new)
     return dict(ids=ids, prompt_lengths=prompt_lengths, lengths=prompt_lengths + torch.tensor(written),
-                reasons=["eos" if n and t[n-1] in ends else "length" for n, t in zip(written, new.tolist())],
+                reasons=["eos" if n and t[n-1] in ends else "length"
+                         for n, t in zip(written, new.tolist())],
                 logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
 
 # %% ../nbs/10_generation.ipynb #c042
 def generate(
     model:GPTOSS,
-    input_ids:Tensor|Sequence[Tensor], # Prompts, `(B, T)` or a list of `(T,)`; only the new ids where `cache` is continued
+    input_ids:Tensor|Sequence[Tensor], # Prompts, `(B, T)` or a list of `(T,)`; to continue `cache` only new ids
     max_new_tokens:int=64,
     temperature:float=0.7, # at most 0 is greedy
     top_p:float=0.9, # mass of the nucleus
@@ -275,12 +299,12 @@ def generate(
     min_p:float=0., # share of the best word's probability; 0 keeps all
     repetition_penalty:float=1., # on the ids given to this call and those that it has written
     seed:int|Sequence[int]|None=None, # of the draws, or one for each row
-    generator:torch.Generator|Sequence[torch.Generator]|None=None, # instead of a seed; with neither the global random state
-    progress:bool|Callable[[int,int],None]|None=None, # of the prompt: a bar, or a function of the tokens read and of all
+    generator:torch.Generator|Sequence[torch.Generator]|None=None, # instead of a seed; neither: the global state
+    progress:bool|Callable[[int,int],None]|None=None, # while reading: a bar, or a function of tokens read, and all
     return_dict:bool=False, # a dictionary: ids, lengths, log-probabilities, and why each row ended
     top_logprobs:int=5, # how many likeliest words `return_dict` tells for each step
 )->Tensor|dict: # ids `(B, T + max_new_tokens)`, T of the longest prompt; each row begins with its own
-    "Continue each row until it ends, by `max_new_tokens` tokens at most; a cache then holds all but the last of them"
+    "Continue each row until it ends, by `max_new_tokens` at most; a cache then holds all but the last token"
     options = {k: v for k, v in locals().items() if k not in ("return_dict", "top_logprobs")}
     check_int("top_logprobs", top_logprobs, 0, "it counts words")
     record, k = [] if return_dict else None, min(top_logprobs, model.cfg.vocab_size)
@@ -309,8 +333,9 @@ def stream_text(
     stops = stop_strings(stop)
     tokens = stream(model, input_ids, max_new_tokens, temperature, top_p, use_cache, **options)
     if len(input_ids) != 1:
-        raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, a text is read one at a time; call it for each row")
-    before = input_ids[0].tolist()
+        raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, a text is read one at a time; "
+                         "call it for each row")
+    whole = whole_characters(tokenizer, (t.item() for t in tokens), input_ids[0].tolist())
     def pieces():
-        with closing(tokens): yield from until_stop(whole_characters(tokenizer, (t.item() for t in tokens), before), stops)
+        with closing(tokens): yield from until_stop(whole, stops)
     return pieces()
