@@ -30,14 +30,21 @@ TUNING = (Stage(150, 2, 4096, 0.5e-3, 2),)
 def _shipped(): return files("gptoss_lite")/"checkpoints"/"passkey.safetensors"
 
 @once
-def arm_recipes()->dict[str,Recipe]:
-    "How the checkpoints of the arms are trained, by name"
+def arm_recipes()->dict[str,Recipe]: # by the checkpoint's name
+    "How the checkpoints of the arms are trained"
     with as_file(_shipped()) as path: start = read_checkpoint(path)[1]["digest"]
     of = lambda **changes: Recipe(cfg=passkey_config(**changes))
-    long = dict(yarn_scale_factor=32)
-    return {"base1": Recipe(seed=1), "window32": of(window_size=32), "noglobal": of(layer_types=("windowed",)*4), "nosink": of(sink_bias=False),
-            "full": of(rope_global="full"), "nope": of(rope_global="none"), "yarn": of(**long), "yarnfactor": of(**long, yarn_mscale=True),
-            "tuned": replace(of(**long), stages=TUNING, start=start), "tunedfactor": replace(of(**long, yarn_mscale=True), stages=TUNING, start=start)}
+    yarn, yarnfactor = of(yarn_scale_factor=32), of(yarn_scale_factor=32, yarn_mscale=True)
+    return {"base1": Recipe(seed=1),
+            "window32": of(window_size=32),
+            "noglobal": of(layer_types=("windowed",)*4),
+            "nosink": of(sink_bias=False),
+            "full": of(rope_global="full"),
+            "nope": of(rope_global="none"),
+            "yarn": yarn,
+            "yarnfactor": yarnfactor,
+            "tuned": replace(yarn, stages=TUNING, start=start),
+            "tunedfactor": replace(yarnfactor, stages=TUNING, start=start)}
 
 # %% ../nbs/12a_arms.ipynb #c009
 @dataclass(frozen=True)
@@ -45,10 +52,11 @@ class Arm:
     "One thing that is changed"
     what:str # in words
     checkpoint:str = "passkey" # in the package; or "random", or a name in `arm_recipes`
-    changes:dict = field(default_factory=lambda: dict(yarn_scale_factor=32)) # for the evaluation, of the configuration of the training
+    changes:dict = field(default_factory=lambda: dict(yarn_scale_factor=32)) # of the training's configuration
     wording:str = "passkey" # see `WORDINGS`
     append_then_get:bool = False # the specification's prefill
 
+# %% ../nbs/12a_arms.ipynb #c009b
 ARMS = {
     "ours":        Arm("the model in the package"),
     "seed1":       Arm("another training seed", "base1"),
@@ -77,8 +85,9 @@ class AppendThenGet(MixedKVCache):
         k_rot:Tensor, # new keys, already rotated, `(B, Hkv, T, D)`
         v:Tensor, # new values, shaped like `k_rot`
         is_windowed:bool,
-        window:int|None=None,
-    )->tuple[Tensor,Tensor]: # what is held afterwards, oldest first; in a windowed layer at most W tokens
+        window:int|None=None, # W, tokens that a query sees, itself included
+    )->tuple[Tensor,Tensor]: # what is held afterwards, `(B, Hkv, S, D)`, oldest first; in a windowed layer `S <= W`
+        "Store `k_rot`, `v` and return what is held then"
         self.append(layer_idx, k_rot, v, is_windowed, window)
         return self.get(layer_idx, is_windowed)
 
@@ -93,28 +102,34 @@ def too_late():
     try: yield
     finally: attention.causal_attention = true
 
+# %% ../nbs/12a_arms.ipynb #c013c
 class AppendThenGetEvaluator(PasskeyEvaluator):
     "The passkey evaluation with the specification's prefill: the whole prompt at once"
     def run_trials(self,
         plans, # as `plan` gives them; of any lengths, since each is read from its beginning
         max_new_tokens=16,
         batch=1, # not looked at: one prompt after the other
-    ):
+    ): # yields `Trial`s as they end; their seconds are 0, none are measured
+        "Build the prompts, generate greedily, and score the new tokens"
         for p in plans:
-            ids, new, cache = torch.tensor([self.build_prompt_ids(p["key"], p["length"], p["depth"], p["seed"])]), [], AppendThenGet()
+            ids = torch.tensor([self.build_prompt_ids(p["key"], p["length"], p["depth"], p["seed"])])
+            new, cache = [], AppendThenGet()
             with too_late(), evaluating(self.model):
                 for _ in range(max_new_tokens):
                     ids = prefill(self.model, ids, cache, chunk=ids.shape[1]).argmax(-1)[:, None]
                     new.append(ids)
-            yield self.score(p["key"], torch.cat(new, 1)[0], **{k: p[k] for k in ("length", "trial", "depth", "seed")}, seconds=0.)
+            about = {k: p[k] for k in ("length", "trial", "depth", "seed")}
+            yield self.score(p["key"], torch.cat(new, 1)[0], **about, seconds=0.)
 
-    def header(self, *args): return {**super().header(*args), "prefill": "append, then get"}
+    def header(self, *args)->dict: # as the base class's, and the prefill
+        "What `TrialLog` compares before it goes on"
+        return {**super().header(*args), "prefill": "append, then get"}
 
 # %% ../nbs/12a_arms.ipynb #c018
 FIVE = [0, 0.25, 0.5, 0.75, 1] # depths
 
 def arm_evaluator(
-    name:str, # in `ARMS`
+    name:str, # in `ARMS`; `ValueError` for any other, and where its checkpoint is missing
     folder:str|Path, # with the checkpoints of the arms
 )->PasskeyEvaluator:
     "The arm's model and test"
@@ -126,10 +141,16 @@ def arm_evaluator(
             torch.manual_seed(0)
             model = GPTOSS(cfg.replace(**arm.changes)).eval()
     else:
-        if not path.is_file(): raise ValueError(f"arm={name!r}: {arm.checkpoint}.safetensors must be in {str(folder)!r}; train it first")
-        with as_file(path) as file: model = load_checkpoint(file, ModelConfig.from_dict(json.loads(read_checkpoint(file)[1]["config"])).replace(**arm.changes)).eval()
-    return (AppendThenGetEvaluator if arm.append_then_get else PasskeyEvaluator)(model, CharTokenizer(cfg.vocab_size), wording=arm.wording)
+        if not path.is_file():
+            raise ValueError(f"arm={name!r}: {arm.checkpoint}.safetensors must be in {str(folder)!r}; "
+                             "train it first")
+        with as_file(path) as file:
+            trained = ModelConfig.from_dict(json.loads(read_checkpoint(file)[1]["config"]))
+            model = load_checkpoint(file, trained.replace(**arm.changes)).eval()
+    make = AppendThenGetEvaluator if arm.append_then_get else PasskeyEvaluator
+    return make(model, CharTokenizer(cfg.vocab_size), wording=arm.wording)
 
+# %% ../nbs/12a_arms.ipynb #c018b
 def run_arm(
     name:str, # in `ARMS`
     folder:str|Path, # with the checkpoints; the trials go to `name.jsonl` there
@@ -139,7 +160,7 @@ def run_arm(
     n_far:int=10, # trials a length there; like `n_near` a multiple of 5, as there are five depths
     seed:int=7_000_003, # of keys and fillers, the same for all arms
     **kwargs, # `progress`, `run`, as for `evaluate`
-)->list[Trial]:
+)->list[Trial]: # of `near`, then of `far`
     "Evaluate one arm, or go on where its file stopped"
     ev, log = arm_evaluator(name, folder), Path(folder)/f"{name}.jsonl"
     go = lambda lengths, n: ev.evaluate(lengths, n, FIVE, seed, fillers=n//5, log=log, **kwargs)
@@ -147,24 +168,27 @@ def run_arm(
     if far and found[max(near)]: go(far, n_far); trials = trials + ev.trials
     return trials
 
+# %% ../nbs/12a_arms.ipynb #c019c
 def loss_curve(
     log:list[dict], # one record a step, as `train` gives them
     every:int=20, # steps
-)->list[list]: # step, and the mean loss on known digits, nats
-    "The loss on the digits, averaged, short enough to keep"
+)->list[list]: # pairs of the first step and the mean loss on known tokens, nats
+    "The loss on the known tokens, averaged, short enough to keep"
     parts = [log[i:i+every] for i in range(0, len(log), every)]
     return [[p[0]["step"], round(sum(r["digits"] for r in p)/len(p), 5)] for p in parts]
 
 def train_arm(
-    checkpoint:str, # a name in `arm_recipes`
+    checkpoint:str, # a name in `arm_recipes`; `ValueError` for any other
     folder:str|Path, # the checkpoint goes there, the training state to a folder beside it
     commit:str="", # of the code
     **kwargs, # `progress`, `save_every`, as for `train`
-)->Path:
+)->Path: # of the checkpoint
     "Train the checkpoint of an arm, or go on; its loss curve is kept beside it"
-    if checkpoint not in arm_recipes(): raise ValueError(f"checkpoint={checkpoint!r}: must be one of {', '.join(arm_recipes())}; pick one of them")
+    if checkpoint not in arm_recipes():
+        raise ValueError(f"checkpoint={checkpoint!r}: must be one of {', '.join(arm_recipes())}; pick one of them")
     recipe, folder = arm_recipes()[checkpoint], Path(folder)
-    with as_file(_shipped()) as start: model, log = train(recipe, folder/"training"/checkpoint, start=start if recipe.start else None, **kwargs)
+    with as_file(_shipped()) as start:
+        model, log = train(recipe, folder/"training"/checkpoint, start=start if recipe.start else None, **kwargs)
     (folder/f"{checkpoint}.loss.json").write_text(json.dumps(loss_curve(log)) + "\n")
     path = folder/f"{checkpoint}.safetensors"
     export_checkpoint(model, recipe, path, commit)
