@@ -8,6 +8,7 @@ __all__ = ['propose', 'stream_with_lookup', 'generate_with_lookup', 'distinct_ex
 # %% ../nbs/10a_lookup.ipynb #c003
 from typing import Callable, Iterator, Sequence
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from .cache import MixedKVCache
 from .config import ModelConfig
@@ -25,9 +26,9 @@ def propose(
 )->Tensor: # `n_draft` ids, or none
     "What followed the last `ngram` tokens when they stood in the text before"
     if len(ids) <= ngram or n_draft < 1: return ids[:0]
-    places = (ids[:-1].unfold(0, ngram, 1) == ids[-ngram:]).all(-1).nonzero()[:, 0] + ngram # where the next token stands
+    places = (ids[:-1].unfold(0, ngram, 1) == ids[-ngram:]).all(-1).nonzero()[:, 0]
     if not len(places): return ids[:0]
-    again = ids[places[-1]:]
+    again = ids[places[-1] + ngram:] # from what followed, at the latest place
     return again.repeat(-(-n_draft//len(again)))[:n_draft]
 
 # %% ../nbs/10a_lookup.ipynb #c017
@@ -58,7 +59,7 @@ def stream_with_lookup(
     *,
     ngram:int=3, # tokens that must have stood in the text before
     n_draft:int=8, # tokens to propose, at most
-    proposer:Callable[[Tensor,int],Tensor]|None=None, # of the text, `(T,)`, and the longest draft, instead of `propose`
+    proposer:Callable[[Tensor,int],Tensor]|None=None, # of the text, `(T,)`, and a length, like `propose`
     eos_token_id:int|Sequence[int]|None=None, # the text ends with the first of these, which is kept
     cache:MixedKVCache|None=None, # of `rewind` at least `n_draft + 1`; is filled, and may be continued with
     prefill_chunk:int=2048, # tokens of the prompt at a time
@@ -71,11 +72,12 @@ def stream_with_lookup(
     _check_arguments(max_new_tokens, prefill_chunk, True, cache, V, ends, pad)
     check_ids(input_ids, V, True)
     if len(input_ids) != 1:
-        raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, rows would accept different numbers of tokens; "
-                         "call it for each row")
+        raise ValueError(f"input_ids has {len(input_ids)} rows: must be 1, "
+                         "rows would accept different numbers of tokens; call it for each row")
     if not isinstance(cache, MixedKVCache) or cache.max_rewind <= n_draft:
-        raise ValueError(f"cache takes back {getattr(cache, 'max_rewind', 0)} tokens: must be at least {n_draft + 1} for "
-                         f"n_draft={n_draft}; pass MixedKVCache(rewind={n_draft + 1})")
+        raise ValueError(f"cache takes back {getattr(cache, 'max_rewind', 0)} tokens: "
+                         f"must be at least {n_draft + 1} for n_draft={n_draft}; "
+                         f"pass MixedKVCache(rewind={n_draft + 1})")
     _check_text(model, input_ids, cache, max_new_tokens)
     model.to(input_ids.device)
     guess = proposer or (lambda text, n: propose(text, ngram, n))
@@ -84,6 +86,7 @@ def stream_with_lookup(
 
 # %% ../nbs/10a_lookup.ipynb #c019
 def _passes_of(model, ids, cache, left, guess, ends, chunk):
+    "Yield what each pass gives: the prompt one token, every other what is right of its draft and one more"
     memo, waiting, n = {}, cache.pending, cache.n_tokens
     text, room = with_pending(cache, ids), left
     def first(logits):
@@ -96,10 +99,12 @@ def _passes_of(model, ids, cache, left, guess, ends, chunk):
         with evaluating(model):
             if left == room: new = read(model, [cache], [text], chunk, memo, first, room=room) # the prompt
             else: new = _verify(model, cache, guess(text[0], left - 1), memo, left, ends)
-        left, text, waiting, n = left - len(new), torch.cat([text, new[None]], 1), cache.pending, cache.n_tokens
+        left, text = left - len(new), torch.cat([text, new[None]], 1)
+        waiting, n = cache.pending, cache.n_tokens
         yield new
         if ends and new[-1].item() in ends: return
 
+# %% ../nbs/10a_lookup.ipynb #c019b
 def generate_with_lookup(
     model:GPTOSS,
     input_ids:Tensor, # Prompt, `(1, T)`; only the new ids where `cache` is continued
@@ -110,7 +115,8 @@ def generate_with_lookup(
     new = list(stream_with_lookup(model, input_ids, max_new_tokens, **options))
     ids = torch.cat([input_ids[0], *new])
     pad = _ends(options.get("eos_token_id"), None)[1]
-    return torch.nn.functional.pad(ids, (0, input_ids.shape[1] + max_new_tokens - len(ids)), value=pad)[None]
+    width = input_ids.shape[1] + max_new_tokens
+    return F.pad(ids, (0, width - len(ids)), value=pad)[None]
 
 # %% ../nbs/10a_lookup.ipynb #c031
 def distinct_experts(
