@@ -252,6 +252,7 @@ def _run(self:GPTOSS, x, tables, start, stop):
         losses.append(aux)
     return x, torch.stack(losses)
 
+# %% ../nbs/09_model.ipynb #c072b
 @patch
 def forward(self:GPTOSS,
     idx:Tensor, # Token ids, `(B, T)`
