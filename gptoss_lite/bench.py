@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from fastcore.basics import patch
 from tqdm.auto import tqdm
 import gptoss_lite
 from .attention import causal_attention, manual_causal_attention, repeat_kv, visible
@@ -262,19 +261,22 @@ class Transformers(Ours):
         out = self.hf(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.keyword: self.cache})
         return out.logits[:, -1].float()
 
+    def comparable(self):
+        "Add what transformers' GPT-OSS lacks: shared experts, and pruned pairs in global layers"
+        return _completed(self.model, self.hf)
+
     sizes = staticmethod(lambda cfg: cfg.replace(n_shared_experts=0)) # GPT-OSS has none
     weights = staticmethod(
         lambda cfg: count_parameters(cfg.replace(n_shared_experts=0)) - cfg.vocab_size*cfg.d_model)
     workspace = staticmethod(lambda cfg, T: 4*cfg.n_heads*T**2)
 
 # %% ../nbs/14_bench.ipynb #c031f
-@patch
 @contextmanager
-def comparable(self:Transformers):
-    "Add what transformers' GPT-OSS lacks"
-    cfg, sd, hooks, layers = self.model.cfg, self.model.state_dict(), [], self.hf.model.layers
+def _completed(model, hf):
+    "Our shared experts and position tables, put into transformers' GPT-OSS by hooks"
+    cfg, sd, hooks, layers = model.cfg, model.state_dict(), [], hf.model.layers
     def positions(module, args, kwargs):
-        tables = self.model.tables(kwargs["position_ids"][0])[module.layer_idx]
+        tables = model.tables(kwargs["position_ids"][0])[module.layer_idx]
         like = kwargs["hidden_states"]
         return args, kwargs | {"position_embeddings": tuple(t[None].to(like) for t in tables)}
     def shared(i):

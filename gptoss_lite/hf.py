@@ -128,30 +128,28 @@ def crop(self:FullLayer,
     self.buffer.rewind(_taken(tokens, self.get_seq_length()))
 
 @patch
-@_numbers()
 def reorder_cache(self:FullLayer,
     beam_idx:Tensor, # `(B,)`, for each row the one that it goes on from
 )->None:
     "Let rows change places, in the same storage"
     if not self.is_initialized: return
-    for x in (self.buffer.k, self.buffer.v):
-        x[:, :, self._held] = x[:, :, self._held].index_select(0, beam_idx.to(x.device))
+    with _numbers():
+        for x in (self.buffer.k, self.buffer.v):
+            x[:, :, self._held] = x[:, :, self._held].index_select(0, beam_idx.to(x.device))
 
 @patch
-@_numbers()
 def batch_select_indices(self:FullLayer,
     indices:Tensor, # which rows, in which order
 )->None:
     "Keep some rows"
-    self.buffer = self.buffer._map(lambda x: x[indices.to(x.device)])
+    with _numbers(): self.buffer = self.buffer._map(lambda x: x[indices.to(x.device)])
 
 @patch
-@_numbers()
 def batch_repeat_interleave(self:FullLayer,
     repeats:int, # how often each row comes
 )->None:
     "Repeat each row, one beside the other"
-    self.buffer = self.buffer._map(lambda x: x.repeat_interleave(repeats, 0))
+    with _numbers(): self.buffer = self.buffer._map(lambda x: x.repeat_interleave(repeats, 0))
 
 # %% ../nbs/13_hf.ipynb #c023
 DRAFT = 256 # tokens that can be taken back while past recording is on, unless `rewind` says another number
