@@ -15,7 +15,7 @@ unexport PYTHONPATH
 HF_OLDEST := 5.0.0
 KATEX := build/katex-0.16.11
 
-.PHONY: help setup hooks lab demo test test-slow test-hf browser-test browser-site docs refresh outputs clean
+.PHONY: help setup hooks lab demo test test-slow test-hf browser browser-test browser-site docs refresh outputs clean
 
 help:
 	@echo 'make demo       find a key in 32,768 tokens with the model in the package'
@@ -25,6 +25,7 @@ help:
 	@echo 'make browser-test  every notebook run in JupyterLab, every page of the site, in headless Chromium (NB="04_ring ..." for'
 	@echo '                   some notebooks alone); pictures in build/screenshots'
 	@echo 'make browser-site  the part of it that looks at pages'
+	@echo 'make browser       what both need: Chromium, its driver, and KaTeX'
 	@echo 'make docs       build the site into _docs (no Quarto needed)'
 	@echo 'make lab        open the notebooks in JupyterLab'
 	@echo 'make refresh    run the notebooks and save their outputs in place (NB="nbs/04_ring.ipynb ..." for some)'
@@ -83,10 +84,12 @@ $(VENV)/.browser: $(STAMP)
 	@$(PIP) install -q -c constraints.txt selenium
 	@touch $@
 
-browser-test: $(VENV)/.browser $(KATEX)/package
+browser: $(VENV)/.browser $(KATEX)/package
+
+browser-test: browser
 	@$(BIN)/python -m pytest -q tests/browser$(if $(NB),/test_lab.py --nb '$(NB)') --katex $(KATEX)/package
 
-browser-site: $(VENV)/.browser $(KATEX)/package
+browser-site: browser
 	@$(BIN)/python -m pytest -q tests/browser --ignore tests/browser/test_lab.py --katex $(KATEX)/package
 
 docs: $(STAMP)
