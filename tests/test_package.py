@@ -303,6 +303,15 @@ def test_saved_outputs_are_refreshed_and_compared(tmp_path):
     fn.write_text(fn.read_text().replace("print('seven')", "z = 3"))  # a cell that has fallen silent
     assert gate(tmp_path, mode="current")[0] == 1
 
+def test_a_picture_may_differ_by_a_rounding(tmp_path):
+    fn = tmp_path/"00_a.ipynb"
+    draw = "from PIL import Image; im = Image.new('RGB', (7, 5)); im.putpixel((3, 2), ({}, 0, 0)); im"
+    notebook(fn, draw.format(100))
+    assert gate(tmp_path, mode="refresh")[0] == 0 and "image/png" in fn.read_text()
+    for red, code in ((100, 0), (103, 0), (140, 1)):
+        fn.write_text(re.sub(r"\(\d+, 0, 0\)", f"({red}, 0, 0)", fn.read_text()))
+        assert gate(tmp_path, mode="current")[0] == code, red
+
 
 # ---- the publisher's places ------------------------------------------------------------------------------------
 
